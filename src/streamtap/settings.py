@@ -1,0 +1,97 @@
+"""Settings from the environment, read once at the edge.
+
+Library classes take plain arguments; this is where their defaults come from, and the only
+module that looks at the environment:
+
+=========================  ========================================================
+``STREAMTAP_CACHE_DIR``    folder of the cache (else ``$XDG_CACHE_HOME/streamtap``, else ``~/.cache/streamtap``)
+``STREAMTAP_PROGRESS``     progress bars: ``auto`` (only on a terminal), ``on`` or ``off``
+``HF_HUB_CACHE``           folder of models downloaded from the Hub (else ``$HF_HOME/hub``, else its default)
+=========================  ========================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from streamtap.errors import SettingsError
+
+Progress = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment decides; absolute paths, which need not exist yet."""
+
+    cache_dir: Path
+    hub_cache_dir: Path
+    progress: Progress = "auto"
+
+    @property
+    def activations_dir(self) -> Path:
+        """Folder of the store of activations."""
+        return self.cache_dir / "activations"
+
+    @property
+    def models_dir(self) -> Path:
+        """Folder of the models that Streamtap makes itself."""
+        return self.cache_dir / "models"
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read ``environ``, by default the process's own; an empty value counts as unset.
+
+        Raises:
+            SettingsError: a value that means nothing; the message names its variable.
+        """
+        env = os.environ if environ is None else environ
+        return cls(
+            cache_dir=_folder(env, "STREAMTAP_CACHE_DIR") or _user_cache(env) / "streamtap",
+            hub_cache_dir=_hub_cache(env),
+            progress=_progress(env),
+        )
+
+
+def _hub_cache(env: Mapping[str, str]) -> Path:
+    if explicit := _folder(env, "HF_HUB_CACHE"):
+        return explicit
+    return (_folder(env, "HF_HOME") or _user_cache(env) / "huggingface") / "hub"
+
+
+def _user_cache(env: Mapping[str, str]) -> Path:
+    # The XDG specification says that a relative path is to be ignored.
+    xdg = env.get("XDG_CACHE_HOME", "")
+    return Path(xdg) if os.path.isabs(xdg) else _home(env) / ".cache"
+
+
+def _folder(env: Mapping[str, str], variable: str) -> Path | None:
+    value = env.get(variable, "").strip()
+    if not value:
+        return None
+    path = _home(env) / value[2:] if value == "~" or value.startswith("~/") else Path(os.path.abspath(value))
+    if path.exists() and not path.is_dir():
+        raise SettingsError(f"{variable} must name a folder; {path} is a file. Set it to another path.")
+    return path
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    if home := env.get("HOME", ""):
+        return Path(home)
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise SettingsError(
+            "STREAMTAP_CACHE_DIR is not set and this user has no home folder; set it to the folder to cache in."
+        ) from error
+
+
+def _progress(env: Mapping[str, str]) -> Progress:
+    value = env.get("STREAMTAP_PROGRESS", "").strip().lower() or "auto"
+    for known in get_args(Progress):
+        if value == known:
+            return known  # type: ignore[no-any-return]
+    raise SettingsError(f"STREAMTAP_PROGRESS must be auto, on or off; got {value!r}.")

@@ -1,0 +1,104 @@
+"""The error tree: one base, stable codes, builtin bases that people catch, and a drawing that is true."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+
+import pytest
+
+from streamtap import errors
+from streamtap.errors import (
+    CacheDamaged,
+    CaptureMissed,
+    EmptyPrompt,
+    InvalidInput,
+    InvalidPrompt,
+    MissingExtra,
+    NotCached,
+    NotEnoughSpace,
+    PromptTooLong,
+    RowsDamaged,
+    StreamtapError,
+    UnsupportedSite,
+)
+
+CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, StreamtapError)]
+CODES = {
+    "CacheBusy": "cache_busy",
+    "CacheDamaged": "cache_damaged",
+    "CaptureMissed": "capture_failed",
+    "EmptyPrompt": "invalid_request",
+    "EngineOutOfMemory": "engine_out_of_memory",
+    "InvalidInput": "invalid_request",
+    "InvalidLayers": "invalid_request",
+    "InvalidPositions": "invalid_request",
+    "InvalidPrompt": "invalid_request",
+    "InvalidRows": "invalid_request",
+    "MissingExtra": "missing_extra",
+    "NotCached": "not_cached",
+    "NotEnoughSpace": "not_enough_space",
+    "PoolingMismatch": "pooling_mismatch",
+    "PromptTooLong": "context_length_exceeded",
+    "RowsDamaged": "cache_damaged",
+    "SettingsError": "invalid_request",
+    "StreamtapError": "internal_error",
+    "Unsupported": "unsupported",
+    "UnsupportedModel": "unsupported",
+    "UnsupportedSite": "unsupported",
+}
+
+
+def test_codes_are_those_that_programs_know() -> None:
+    assert {each.__name__: each.code for each in CLASSES} == CODES
+
+
+def test_only_what_may_pass_by_itself_is_retryable() -> None:
+    assert {each.__name__ for each in CLASSES if each.retryable} == {"EngineOutOfMemory", "CacheBusy"}
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn: dict[str, str] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.search(r"^    ([│├└─ ]*)([A-Z]\w+)", line):
+            depth = len(match[1]) // 4
+            above[depth:] = [match[2]]
+            drawn[match[2]] = above[depth - 1] if depth else "Exception"
+
+    assert drawn == {each.__name__: each.__bases__[0].__name__ for each in CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [(InvalidInput, ValueError), (MissingExtra, ImportError), (NotCached, LookupError), (NotEnoughSpace, OSError)],
+)
+def test_builtin_errors_catch_ours(kind: type[Exception], builtin: type[Exception]) -> None:
+    with pytest.raises(builtin, match="^because$"):
+        raise kind("because")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EmptyPrompt("prompt 3 is empty", index=3),
+        PromptTooLong("prompt 4 is long", index=4),
+        CaptureMissed("block 7 is gone", layer=7),
+        RowsDamaged("two rows", places=(1, 5)),
+        NotEnoughSpace("no room"),
+        UnsupportedSite("no site"),
+    ],
+)
+def test_an_error_of_a_worker_process_arrives_whole(error: StreamtapError) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
+
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_errors_say_whom_they_concern() -> None:
+    assert InvalidPrompt("bad", index=2).index == 2
+    assert CaptureMissed("bad", layer=5).layer == 5
+    assert issubclass(RowsDamaged, CacheDamaged)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamtap.errors import InvalidInput, SettingsError
+from streamtap.settings import Settings
+
+HOME = {"HOME": "/of/a/person"}
+
+
+def test_defaults_lie_under_the_home_folder() -> None:
+    settings = Settings.from_environment(HOME)
+
+    assert settings.cache_dir == Path("/of/a/person/.cache/streamtap")
+    assert settings.hub_cache_dir == Path("/of/a/person/.cache/huggingface/hub")
+    assert settings.progress == "auto"
+
+
+def test_xdg_cache_home_moves_both_folders() -> None:
+    settings = Settings.from_environment(HOME | {"XDG_CACHE_HOME": "/scratch"})
+
+    assert settings.cache_dir == Path("/scratch/streamtap")
+    assert settings.hub_cache_dir == Path("/scratch/huggingface/hub")
+
+
+def test_relative_xdg_cache_home_is_ignored() -> None:
+    assert Settings.from_environment(HOME | {"XDG_CACHE_HOME": "scratch"}) == Settings.from_environment(HOME)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("/data/rows", Path("/data/rows")),
+        ("~/rows", Path("/of/a/person/rows")),
+        ("~", Path("/of/a/person")),
+        ("rows", Path.cwd() / "rows"),
+        ("  /data/rows ", Path("/data/rows")),
+        ("", Path("/of/a/person/.cache/streamtap")),
+    ],
+)
+def test_cache_dir_is_taken_and_made_absolute(value: str, expected: Path) -> None:
+    assert Settings.from_environment(HOME | {"STREAMTAP_CACHE_DIR": value}).cache_dir == expected
+
+
+def test_hub_cache_goes_before_hf_home() -> None:
+    hf_home = HOME | {"HF_HOME": "/models"}
+
+    assert Settings.from_environment(hf_home).hub_cache_dir == Path("/models/hub")
+    assert Settings.from_environment(hf_home | {"HF_HUB_CACHE": "/hub"}).hub_cache_dir == Path("/hub")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("on", "on"), (" OFF ", "off"), ("auto", "auto"), ("", "auto")])
+def test_progress_is_read(value: str, expected: str) -> None:
+    assert Settings.from_environment(HOME | {"STREAMTAP_PROGRESS": value}).progress == expected
+
+
+def test_unknown_progress_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"STREAMTAP_PROGRESS must be auto, on or off; got 'loud'"):
+        Settings.from_environment(HOME | {"STREAMTAP_PROGRESS": "loud"})
+
+
+@pytest.mark.parametrize("variable", ["STREAMTAP_CACHE_DIR", "HF_HUB_CACHE", "HF_HOME"])
+def test_a_file_where_a_folder_belongs_is_refused_by_name(variable: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    with pytest.raises(InvalidInput, match=rf"{variable} must name a folder; .*file is a file"):
+        Settings.from_environment(HOME | {variable: str(file)})
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STREAMTAP_CACHE_DIR", str(tmp_path))
+
+    assert Settings.from_environment().cache_dir == tmp_path

@@ -1,0 +1,57 @@
+"""Hooks that only read: they come off whatever happens, and may stop the pass early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamtap.errors import CaptureMissed
+
+Reader = Callable[[int, torch.Tensor], None]
+
+
+class _PassIsOver(Exception):
+    """Raised by the last block that is asked for; never leaves this module."""
+
+
+@contextmanager
+def reading(blocks: Mapping[int, nn.Module], read: Reader, stop_after: int | None = None) -> Iterator[None]:
+    """Call ``read(layer, output)`` at every block's output [batch, positions, hidden] inside the ``with``.
+
+    With ``stop_after`` the forward pass ends, quietly, once that block has been read, so that
+    nothing behind it is computed.
+    """
+
+    def hook_of(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            read(layer, residual_of(output, layer))
+            if layer == stop_after:
+                raise _PassIsOver
+
+        return hook
+
+    handles = [block.register_forward_hook(hook_of(layer)) for layer, block in blocks.items()]
+    try:
+        yield
+    except _PassIsOver:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def residual_of(output: Any, layer: int) -> torch.Tensor:
+    """The residual stream [batch, positions, hidden] in what a block returned: a tensor, or a tuple led by one.
+
+    Raises:
+        CaptureMissed: it is neither, or has other axes.
+    """
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if isinstance(first, torch.Tensor) and first.ndim == 3:
+        return first
+    shape = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
+    raise CaptureMissed(f"block {layer} returned {shape}; expected [batch, positions, hidden].", layer=layer)

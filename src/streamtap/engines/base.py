@@ -1,0 +1,51 @@
+"""The one seam: everything that runs a model is behind ``Engine``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
+
+from streamtap.activations import Activations, Provenance
+from streamtap.engines.tokenizing import PromptTokenizer
+from streamtap.spec import CaptureSpec, PromptLike
+
+#: The commit of a model that an engine was given ready, without a word on where it comes from.
+IN_MEMORY = "in-memory"
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """An engine that can tell a model without a commit by what its weights hold now."""
+
+    def weights_hash(self) -> str:
+        """``"sha256:…"`` of every weight, by name, dtype, shape and value."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Runs one language model. Each method may be called from many threads at once."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """What the rows come from; its ``n_layers`` and ``hidden`` are the model's."""
+        ...
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """How prompts become token ids."""
+        ...
+
+    def capture(
+        self, prompts: Iterable[PromptLike], spec: CaptureSpec, *, ordered: bool = True
+    ) -> Iterator[Activations]:
+        """Rows of ``prompts`` as they are made, several prompts at a time.
+
+        ``ordered`` gives them in the caller's order; without it each batch comes as soon as it
+        is done and ``Activations.index`` says whose rows they are.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the model."""
+        ...

@@ -1,0 +1,1 @@
+"""Learn from rows: estimators, splits that do not leak, scores with intervals, baselines and controls."""

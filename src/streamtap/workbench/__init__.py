@@ -1,0 +1,1 @@
+"""The researcher's objects: the cache of a model's activations, probes, sweeps and what they print."""

@@ -1,0 +1,230 @@
+"""Where a cache's values come from: a named model, loaded only when it must run, or an engine at hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from streamtap.activations import Provenance
+from streamtap.cache import CacheStore
+from streamtap.engines.base import IN_MEMORY, Engine, HoldsWeights
+from streamtap.engines.references import ModelReference, find_model, tokenizer_fingerprint
+from streamtap.engines.tokenizing import PromptTokenizer, Tokens
+from streamtap.errors import InvalidInput
+from streamtap.fingerprint import fingerprint
+from streamtap.settings import Settings
+from streamtap.spec import CaptureSpec, Prompt
+
+# Raised when what is remembered of a model changes its form; old memos are then not believed.
+_MEMO_LAYOUT = 1
+# Raised when the same request gets other values than before; rows from then are not served any more.
+_VALUES_VERSION = 1
+
+
+class ModelSource(Protocol):
+    """A model as the cache sees it: who it is, how it tokenises, and an engine when rows must be made."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where its rows come from."""
+        ...
+
+    @property
+    def tokenizer_limits(self) -> Mapping[str, Any]:
+        """``context_length``, ``vocabulary`` and ``special_ids``: what tokenising depends on beside the files."""
+        ...
+
+    def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int) -> list[Tokens]:
+        """Tokenise prompts."""
+        ...
+
+    def engine(self) -> Engine:
+        """The engine, loaded at the first call."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a named model is loaded; see ``TransformersEngine.load``."""
+
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: Any = None
+    quantization: Any = None
+    attention: str | None = None
+    batch_size: int | None = None
+    max_batch_tokens: int | None = None
+
+
+_UNASKED = vars(LoadOptions())
+
+
+def identity_of(provenance: Provenance) -> dict[str, Any]:
+    """What of a provenance changes an activation: ARCHITECTURE's law 2, without what only tells who ran it."""
+    return {
+        "values": _VALUES_VERSION,
+        "model": provenance.commit,
+        "tokenizer": provenance.tokenizer,
+        "dtype": provenance.dtype,
+        "quantization": provenance.quantization,
+        "engine": provenance.engine,
+    }
+
+
+def model_source(
+    model: str | Path | Engine, options: LoadOptions, store: CacheStore, settings: Settings
+) -> ModelSource:
+    """The source that ``model`` means.
+
+    Raises:
+        InvalidInput: neither a name nor an engine, or an engine with options that only loading has.
+    """
+    if isinstance(model, str | Path):
+        return NamedModel(str(model), options, store, settings)
+    if not isinstance(model, Engine):
+        raise InvalidInput(
+            f"model must be a name, a path or an engine; got {type(model).__name__}. "
+            "Wrap a loaded model: TransformersEngine(model, tokenizer)."
+        )
+    # The batch size has a default that is not None, so that it cannot be told whether it was asked for.
+    asked = [name for name, value in vars(replace(options, batch_size=None)).items() if value != _UNASKED[name]]
+    if asked:
+        raise InvalidInput(f"{', '.join(asked)} cannot be set for an engine, which is loaded already; set it there.")
+    return GivenEngine(model)
+
+
+class GivenEngine:
+    """An engine that the caller made; a model without a commit is told by its weights, as they are now."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self.provenance: Provenance = engine.provenance
+        if self.provenance.commit == IN_MEMORY:
+            if not isinstance(engine, HoldsWeights):
+                raise InvalidInput(
+                    f"{type(engine).__name__} names no commit of its model, so its rows have no identity."
+                )
+            self.provenance = replace(self.provenance, commit=engine.weights_hash())
+
+    @property
+    def tokenizer_limits(self) -> Mapping[str, Any]:
+        """The engine's tokenizer's."""
+        return _limits(self._engine.tokenizer)
+
+    def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int) -> list[Tokens]:
+        """Tokenise with the engine's tokenizer."""
+        with self._lock:
+            return self._engine.tokenizer.encode(prompts, spec, first_index)
+
+    def engine(self) -> Engine:
+        """The engine itself."""
+        return self._engine
+
+
+class NamedModel:
+    """A model by name; what was once learnt by loading it is kept in the store.
+
+    So a process that finds everything in the cache loads neither model nor torch. Threads may share it.
+    """
+
+    def __init__(self, name: str, options: LoadOptions, store: CacheStore, settings: Settings) -> None:
+        self._name, self._options, self._store, self._settings = name, options, store, settings
+        self._lock = threading.RLock()
+        self._loaded: Engine | None = None
+        self._tokenizer: PromptTokenizer | None = None
+        self._known: dict[str, Any] | None = None
+
+    @property
+    def provenance(self) -> Provenance:
+        """From the store, or from the model once it is loaded."""
+        return Provenance(**self._facts()["provenance"])
+
+    @property
+    def tokenizer_limits(self) -> Mapping[str, Any]:
+        """From the store, or from the model once it is loaded."""
+        return dict(self._facts()["tokenizer"])
+
+    def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int) -> list[Tokens]:
+        """Tokenise with the model's tokenizer, which does not load the model; token ids do not need even that."""
+        if all(prompt.token_ids is not None for prompt in prompts):
+            return PromptTokenizer(None, **self.tokenizer_limits).encode(prompts, spec, first_index)
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._open_tokenizer()
+            return self._tokenizer.encode(prompts, spec, first_index)
+
+    def engine(self) -> Engine:
+        """Load the model, at the first call."""
+        with self._lock:
+            if self._loaded is None:
+                from streamtap.engines.transformers import TransformersEngine
+
+                key = self._key(self._reference)
+                self._loaded = TransformersEngine.load(self._name, reference=self._reference, **vars(self._options))
+                self._learn(self._loaded, key)
+            return self._loaded
+
+    @cached_property
+    def _reference(self) -> ModelReference:
+        return find_model(
+            self._name,
+            self._options.revision,
+            settings=self._settings,
+            recall=self._store.recall,
+            remember=self._store.remember,
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        with self._lock:
+            if self._known is None and (key := self._key(self._reference)):
+                self._known = self._store.recall(key)
+            if self._known is None:
+                self.engine()
+            assert self._known is not None
+            return self._known
+
+    def _learn(self, engine: Engine, key: str | None) -> None:
+        self._known = {"provenance": asdict(engine.provenance), "tokenizer": dict(_limits(engine.tokenizer))}
+        if key is None:  # downloaded just now
+            self.__dict__.pop("_reference")
+            key = self._key(self._reference)
+        if key is not None:
+            self._store.remember(key, self._known)
+
+    def _key(self, reference: ModelReference) -> str | None:
+        """What the memo is kept under; None while the files, which decide it, are not on this machine."""
+        if reference.commit is None:
+            return None
+        options = self._options
+        asked = {
+            "dtype": options.dtype,
+            "quantization": str(options.quantization),
+            "attention": options.attention,
+            # A Hub commit covers its tokenizer.
+            "tokenizer": None if reference.is_hub else tokenizer_fingerprint(reference),
+        }
+        return "model:" + fingerprint({"layout": _MEMO_LAYOUT, "name": self._name, "commit": reference.commit, **asked})
+
+    def _open_tokenizer(self) -> PromptTokenizer:
+        if self._loaded is not None:
+            return self._loaded.tokenizer
+        # The engine's module first: it says what to install where torch is missing.
+        import_module("streamtap.engines.transformers")
+        from streamtap.engines.loading import load_tokenizer
+
+        return PromptTokenizer(load_tokenizer(self._reference), **self.tokenizer_limits)
+
+
+def _limits(tokenizer: PromptTokenizer) -> Mapping[str, Any]:
+    return {
+        "context_length": tokenizer.context_length,
+        "vocabulary": tokenizer.vocabulary,
+        "special_ids": [int(i) for i in tokenizer.special_ids],
+    }

@@ -1,0 +1,34 @@
+"""A progress bar for long runs, off in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from streamtap.settings import Settings
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress_bar(what: str, total: int, *, show: bool | None = None) -> Iterator[Advance]:
+    """A bar on stderr that counts to ``total``; the ``with`` gives the function that moves it on.
+
+    ``show`` None follows ``STREAMTAP_PROGRESS``, whose default shows it on a terminal only.
+    """
+    console = Console(stderr=True)
+    wanted = Settings.from_environment().progress
+    shown = show if show is not None else wanted == "on" or (wanted == "auto" and console.is_terminal)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not shown) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,365 @@
+"""``UnifiedCache``: a model's activations, perplexity and logits, made once and kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamtap.activations import Activations, Provenance
+from streamtap.cache import CacheStore, Rows
+from streamtap.engines.base import Engine
+from streamtap.errors import InvalidInput, MissingExtra, NotCached, RowsDamaged, Unsupported
+from streamtap.layers import LayerSpec, resolve_layers
+from streamtap.pooling import Pooling, check_pooling
+from streamtap.positions import PositionSpec
+from streamtap.settings import Settings
+from streamtap.spec import CaptureSpec, PromptLike, Truncate, as_prompts
+from streamtap.workbench.extraction import estimate_bytes, plan_jobs, run_job
+from streamtap.workbench.lacking import Need, find_needs, refuse_other_pooling, scores_of
+from streamtap.workbench.model_source import LoadOptions, ModelSource, model_source
+from streamtap.workbench.prompt_keys import Keyed, PromptKeys
+from streamtap.workbench.stored_rows import RowReader, no_rows
+from streamtap.workbench.wanted import score_channels, score_identity
+from streamtap.workbench.warmup_stats import WarmupStats
+
+__all__ = ["Logits", "UnifiedCache", "WarmupStats"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits of several prompts.
+
+    ``values`` is float32 [rows, vocabulary or k]; ``ids`` int32 of that shape where a top k was
+    kept, else None. Prompt i owns rows ``offsets[i]:offsets[i + 1]``, one where only the last
+    position was asked for.
+    """
+
+    values: NDArray[np.float32]
+    ids: NDArray[np.int32] | None
+    offsets: NDArray[np.int64]
+
+
+class UnifiedCache:
+    """Extracts what it is asked for once and keeps it; the next call, or process, only reads.
+
+    Args:
+        model: ``"demo"``, a local folder, a GGUF file, a Hub id, or an engine, which is used as it is.
+        layers: Which blocks: ``16``, ``-1``, ``[8, 16]``, ``"all"``, ``"middle"``, ``"last"``, ``"8-20"``.
+        compute_perplexity: Also keep mean, minimum and maximum perplexity of each prompt.
+        device: ``"auto"``, ``"cpu"``, ``"cuda:1"``, …
+        remote: Only False; other backends come with their own engines.
+        batch_size: At most this many prompts in a batch; None leaves it to the token budget.
+        cache_pooled: Keep one row a prompt; False keeps every chosen row, which serves any pooling.
+        pooling: How a prompt's rows become one.
+        backend: Only ``"local"``.
+        dtype: None or ``"auto"`` keeps the checkpoint's; else ``"float32"``, ``"bfloat16"``, … or a torch dtype.
+        cache_logits: Also keep logits.
+        logit_top_k: Only the k largest logits, with their ids.
+        logit_positions: ``"last"`` or ``"all"``.
+        cache_dir: Folder of the store; by default under the cache folder of ``Settings``.
+        revision: Branch, tag or commit of a Hub id.
+        positions: Which tokens have a row; see ``CaptureSpec``.
+        exclude_special_tokens: Leave BOS and its like out, by id.
+        truncate: Cut prompts longer than the context on this side; None refuses them.
+        generation_prompt: End a chat with the template's opening of the assistant's turn.
+        exact: Run each prompt alone and whole.
+        token_perplexity: Also keep each token's negative log-likelihood.
+        max_batch_tokens: At most this many tokens, padding counted, in a batch.
+        device_map: Spread over devices as ``accelerate`` does, instead of ``device``.
+        quantization: ``"8bit"``, ``"4bit"`` or a ``transformers`` quantisation config.
+        attention: Attention kernel; None lets the model choose.
+        progress: Show a progress bar; None shows it on a terminal only.
+
+    Raises:
+        InvalidInput: an argument that means nothing, or one for loading beside an engine.
+        Unsupported: a backend that this version does not have.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Engine,
+        layers: LayerSpec = "all",
+        compute_perplexity: bool = True,
+        device: str = "auto",
+        remote: bool = False,
+        batch_size: int | None = 8,
+        cache_pooled: bool = True,
+        pooling: Pooling = "last_token",
+        backend: str = "local",
+        dtype: Any = None,
+        cache_logits: bool = False,
+        logit_top_k: int | None = None,
+        logit_positions: Literal["last", "all"] = "last",
+        *,
+        cache_dir: Path | str | None = None,
+        revision: str | None = None,
+        positions: PositionSpec = "all",
+        exclude_special_tokens: bool = False,
+        truncate: Truncate | None = None,
+        generation_prompt: bool = False,
+        exact: bool = False,
+        token_perplexity: bool = False,
+        max_batch_tokens: int | None = None,
+        device_map: Any = None,
+        quantization: Any = None,
+        attention: str | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        _only_local(backend, remote)
+        self.pooling = check_pooling(pooling)
+        self.layers = layers
+        self.spec = CaptureSpec(
+            layers=(),
+            positions=positions,
+            pooling=pooling if cache_pooled else "none",
+            exclude_special_tokens=exclude_special_tokens,
+            truncate=truncate,
+            generation_prompt=generation_prompt,
+            exact=exact,
+            perplexity=compute_perplexity,
+            token_nll=token_perplexity,
+            logits=logit_positions if cache_logits else None,
+            logit_top_k=logit_top_k if cache_logits else None,
+        )
+        settings = Settings.from_environment()
+        self.store = CacheStore(Path(cache_dir) if cache_dir is not None else settings.activations_dir)
+        kind = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+        options = LoadOptions(revision, kind, device, device_map, quantization, attention, batch_size, max_batch_tokens)
+        self.source: ModelSource = model_source(model, options, self.store, settings)
+        self._progress = progress
+
+    def __enter__(self) -> Self:
+        """Enter the block at whose end the cache is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the cache."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the store; the model, if it was loaded, is left to the garbage collector."""
+        self.store.close()
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the values come from; loads the model only if this cache has never seen it."""
+        return self.source.provenance
+
+    @property
+    def layer_indices(self) -> tuple[int, ...]:
+        """The block numbers that ``layers`` names, ascending."""
+        return resolve_layers(self.layers, self.provenance.n_layers)
+
+    def warmup(
+        self, prompts: Sequence[PromptLike], remote: bool | None = None, max_retries: int | None = None
+    ) -> WarmupStats:
+        """Extract what the cache lacks of ``prompts``; what is there is not run again.
+
+        Stopped at any moment, it loses at most the batch in the model and the one on its way to
+        the disk. ``max_retries`` matters only to backends across a network.
+
+        Raises:
+            InvalidPrompt: a prompt that cannot be run, named by its index before any work.
+            InvalidPositions: a prompt without the positions asked for, in the same way.
+            NotEnoughSpace: the disk cannot take what would be written.
+            CaptureMissed: a layer did not come whole and finite.
+        """
+        _only_local("local", bool(remote))
+        started = time.perf_counter()
+        read = as_prompts(prompts)
+        keyed = self._keys().find(read)
+        needs = find_needs(self.store, self.provenance, self.spec, self.layer_indices, keyed)
+        self._extract(needs, keyed, self.spec)
+        return self._stats(len(read), needs, time.perf_counter() - started)
+
+    def activations(self, prompts: Sequence[PromptLike], layer: int, pooling: Pooling | None = None) -> Array:
+        """One row a prompt at ``layer``, [prompts, hidden], in the order asked and the model's dtype.
+
+        What is missing is extracted first. ``pooling`` is the cache's own unless another is
+        given; rows kept unpooled serve any.
+
+        Raises:
+            PoolingMismatch: only rows of another pooling are stored; both are named.
+            InvalidLayers: the model has no such layer.
+            NotCached: rows are missing, and what would run the model is not installed.
+        """
+        asked = check_pooling(pooling or self.pooling)
+        if asked == "none":
+            raise InvalidInput("activations() gives one row a prompt; use rows() for every row, or choose a pooling.")
+        return self._rows(prompts, (self._one_layer(layer),), asked)[0].values
+
+    def rows(self, prompts: Sequence[PromptLike], layers: LayerSpec | None = None) -> Activations:
+        """All stored rows of ``prompts``, ragged, in the order asked; ``layers`` defaults to the cache's.
+
+        Raises:
+            PoolingMismatch: only rows of another pooling are stored.
+        """
+        numbers = self.layer_indices if layers is None else resolve_layers(layers, self.provenance.n_layers)
+        if not numbers:
+            raise InvalidInput("no layers were asked for, so there are no rows; name some with layers=.")
+        found = self._rows(prompts, numbers, self.spec.pooling)
+        first = found[0]
+        return Activations(
+            acts={layer: rows.values for layer, rows in zip(numbers, found, strict=True)},
+            offsets=first.offsets,
+            token_ids=first.token_ids,
+            positions=first.positions,
+            provenance=self.provenance,
+            pooling=self.spec.pooling,
+            index=np.arange(len(first.offsets) - 1, dtype=np.int64),
+        )
+
+    def get_activations(
+        self, prompts: Sequence[PromptLike], remote: bool | None = None
+    ) -> tuple[Array, NDArray[np.bool_] | None]:
+        """All the cache's layers side by side, and a mask where rows were padded.
+
+        Pooled: ([prompts, layers * hidden], None). Unpooled: ([prompts, rows, layers * hidden],
+        [prompts, rows] True at real rows), padded on the right with zeros. ``rows()`` gives the
+        same without padding.
+        """
+        _only_local("local", bool(remote))
+        acts = self.rows(prompts)
+        flat = np.concatenate([acts.acts[layer] for layer in acts.layers], axis=1)
+        if self.spec.pooling != "none":
+            return flat, None
+        counts = np.diff(acts.offsets)
+        mask = np.arange(counts.max(initial=0))[None, :] < counts[:, None]
+        padded = np.zeros((*mask.shape, flat.shape[1]), flat.dtype)
+        padded[mask] = flat
+        return padded, mask
+
+    def get_perplexity(self, prompts: Sequence[PromptLike], remote: bool | None = None) -> NDArray[np.float64]:
+        """Mean, minimum and maximum perplexity, float64 [prompts, 3]; NaN for a prompt of one token.
+
+        Raises:
+            InvalidInput: the cache was made with ``compute_perplexity=False``.
+        """
+        _only_local("local", bool(remote))
+        return self._scores(prompts, "perplexity", ["perplexity"], "compute_perplexity=True")[0].values
+
+    def get_token_perplexity(self, prompts: Sequence[PromptLike]) -> list[NDArray[np.float32]]:
+        """Perplexity of each token but the first, one float32 [tokens - 1] a prompt.
+
+        Raises:
+            InvalidInput: the cache was made without ``token_perplexity=True``.
+        """
+        rows = self._scores(prompts, "token_nll", ["nll"], "token_perplexity=True")[0]
+        values = np.exp(rows.values[:, 0])
+        return [values[start:stop] for start, stop in pairwise(rows.offsets.tolist())]
+
+    def get_logits(self, prompts: Sequence[PromptLike], remote: bool | None = None) -> Logits:
+        """Logits as they were asked for, raw, not probabilities.
+
+        Raises:
+            InvalidInput: the cache was made without ``cache_logits=True``.
+        """
+        _only_local("local", bool(remote))
+        names = ["logits"] if self.spec.logit_top_k is None else ["logits", "ids"]
+        found = self._scores(prompts, "logits", names, "cache_logits=True")
+        return Logits(found[0].values, found[1].values if len(found) > 1 else None, found[0].offsets)
+
+    def _keys(self) -> PromptKeys:
+        return PromptKeys(self.store, self.source, self.spec)
+
+    def _one_layer(self, layer: int) -> int:
+        numbers = resolve_layers(layer, self.provenance.n_layers)
+        if len(numbers) != 1:
+            raise InvalidInput(f"layer must name one layer; {layer!r} names {len(numbers)}. rows() takes several.")
+        return numbers[0]
+
+    def _rows(self, prompts: Sequence[PromptLike], layers: Sequence[int], pooling: Pooling) -> list[Rows]:
+        keyed = self._keys().find(as_prompts(prompts))
+        spec = replace(self.spec, pooling=pooling, perplexity=False, token_nll=False, logits=None)
+        # A cache of unpooled rows keeps them so, whatever pooling they are made for.
+        kept = replace(spec, pooling="none") if self.spec.pooling == "none" else spec
+        if needs := find_needs(self.store, self.provenance, spec, layers, keyed):
+            refuse_other_pooling(self.store, self.provenance, spec, layers, keyed, needs)
+            self._extract(needs, keyed, kept)
+        special = np.asarray(self.source.tokenizer_limits["special_ids"], np.int32)
+        reader = RowReader(self.store, self.provenance, spec, special)
+        found = []
+        for layer in layers:
+            try:
+                found.append(reader.read(keyed, layer))
+            except RowsDamaged:
+                # They were set aside, so now they are missing and are run again.
+                self._extract(find_needs(self.store, self.provenance, spec, layers, keyed), keyed, kept)
+                found.append(reader.read(keyed, layer))
+        return found
+
+    def _scores(self, prompts: Sequence[PromptLike], kind: str, channels: list[str], asked: str) -> list[Rows]:
+        if kind not in scores_of(self.spec):
+            raise InvalidInput(f"this cache keeps no {kind}; make it with {asked}.")
+        keyed = self._keys().find(as_prompts(prompts))
+        if not keyed.tokens:
+            vocabulary = self.source.tokenizer_limits["vocabulary"] or 0
+            return [no_rows(channel) for channel in score_channels(self.spec, kind, vocabulary)]
+        spec = replace(
+            self.spec,
+            perplexity=kind == "perplexity",
+            token_nll=kind == "token_nll",
+            logits=self.spec.logits if kind == "logits" else None,
+        )
+        self._extract(find_needs(self.store, self.provenance, spec, (), keyed), keyed, spec)
+        try:
+            return self._read_scores(spec, kind, channels, keyed)
+        except RowsDamaged:
+            self._extract(find_needs(self.store, self.provenance, spec, (), keyed), keyed, spec)
+            return self._read_scores(spec, kind, channels, keyed)
+
+    def _read_scores(self, spec: CaptureSpec, kind: str, channels: list[str], keyed: Keyed) -> list[Rows]:
+        set_id = self.store.ensure_set(score_identity(self.provenance, spec, kind), asdict(self.provenance))
+        return [self.store.read(set_id, keyed.tokens, channel) for channel in channels]
+
+    def _extract(self, needs: Mapping[Need, Sequence[int]], keyed: Keyed, spec: CaptureSpec) -> None:
+        if not needs:
+            return
+        from streamtap.workbench.progress import progress_bar
+
+        jobs = plan_jobs(self._keys(), needs, keyed)
+        vocabulary = self.source.tokenizer_limits["vocabulary"] or 0
+        self.store.require_space(estimate_bytes(jobs, self.provenance, spec, vocabulary))
+        try:
+            engine = self.source.engine()
+        except MissingExtra as error:
+            lacking = sum(len(places) for places in needs.values())
+            raise NotCached(f"{lacking} of {len(keyed.rows)} prompts are not in the cache, and {error}") from error
+        with progress_bar("extracting", sum(len(job.keys) for job in jobs), show=self._progress) as advance:
+            for job in jobs:
+                run_job(self.store, engine, self.provenance, spec, job, advance)
+
+    def _stats(self, total: int, needs: dict[Need, list[int]], seconds: float) -> WarmupStats:
+        def extracted(kind: str) -> int:
+            return sum(len(places) for need, places in needs.items() if kind in need.scores)
+
+        rows = sum(len(places) for need, places in needs.items() if need.layers)
+        asked = scores_of(self.spec)
+        return WarmupStats(
+            total_prompts=total,
+            activations_cached=total - rows if self.layer_indices else 0,
+            activations_extracted=rows,
+            perplexity_cached=total - extracted("perplexity") if "perplexity" in asked else 0,
+            perplexity_extracted=extracted("perplexity"),
+            elapsed_seconds=seconds,
+            logits_cached=total - extracted("logits") if "logits" in asked else 0,
+            logits_extracted=extracted("logits"),
+        )
+
+
+def _only_local(backend: str, remote: bool) -> None:
+    if backend != "local" or remote:
+        what = f"backend={backend!r}" if backend != "local" else "remote=True"
+        raise Unsupported(f"{what} is not part of this version; it runs models with backend='local'.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,11 @@ def cache_dir_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STREAMTAP_CACHE_DIR", str(shared / "streamtap-cache"))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client_is_left_offline() -> Iterator[None]:
+    """A file that leaves the Hub's client online would send every later one to the internet."""
+    yield
+    client = sys.modules.get("huggingface_hub.constants")
+    assert client is None or client.HF_HUB_OFFLINE, "this file left huggingface_hub online"

@@ -26,9 +26,13 @@ from streamtap.errors import (
 
 CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, StreamtapError)]
 CODES = {
+    "AccessDenied": "access_denied",
     "CacheBusy": "cache_busy",
     "CacheDamaged": "cache_damaged",
     "CaptureMissed": "capture_failed",
+    "DatasetDamaged": "dataset_damaged",
+    "DatasetExists": "dataset_exists",
+    "DatasetNotFound": "dataset_not_found",
     "EmptyPrompt": "invalid_request",
     "EngineOutOfMemory": "engine_out_of_memory",
     "InvalidInput": "invalid_request",
@@ -38,12 +42,14 @@ CODES = {
     "InvalidRows": "invalid_request",
     "MissingExtra": "missing_extra",
     "NotCached": "not_cached",
+    "NotInDataset": "not_in_dataset",
     "NotEnoughSpace": "not_enough_space",
     "PoolingMismatch": "pooling_mismatch",
     "PromptTooLong": "context_length_exceeded",
     "RowsDamaged": "cache_damaged",
     "SettingsError": "invalid_request",
     "StreamtapError": "internal_error",
+    "TransferFailed": "transfer_failed",
     "Unsupported": "unsupported",
     "UnsupportedModel": "unsupported",
     "UnsupportedSite": "unsupported",
@@ -55,7 +61,7 @@ def test_codes_are_those_that_programs_know() -> None:
 
 
 def test_only_what_may_pass_by_itself_is_retryable() -> None:
-    assert {each.__name__ for each in CLASSES if each.retryable} == {"EngineOutOfMemory", "CacheBusy"}
+    assert {each.__name__ for each in CLASSES if each.retryable} == {"EngineOutOfMemory", "CacheBusy", "TransferFailed"}
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

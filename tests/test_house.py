@@ -30,20 +30,25 @@ HOMES = {
     "accelerate": ("engines/",),
     "click": ("cli/",),
     "gguf": ("engines/",),
-    "huggingface_hub": ("engines/",),
+    # In testing, what the local Hub needs to serve Xet, and to turn a running client to itself.
+    "hf_xet": ("testing/",),
+    "huggingface_hub": ("engines/", "dataset/hub", "testing/"),
     "matplotlib": ("workbench/plots.py",),
     "ml_dtypes": ("",),
     "numpy": ("",),
-    "pyarrow": ("workbench/prompt_files.py",),
+    "obstore": ("blobs.py",),
+    "pyarrow": ("dataset/", "workbench/prompt_files.py"),
     "rich": ("cli/", "workbench/progress.py"),
     "safetensors": ("engines/", "workbench/export.py"),
     "scipy": ("probes/",),
     "sklearn": ("probes/",),
+    "starlette": ("testing/",),
     "threadpoolctl": ("probes/",),
     "tokenizers": ("engines/", "testing/"),
     # On demand in Activations.torch(); in testing, whose models are torch's.
     "torch": ("activations.py", "capture/", "engines/", "testing/"),
     "transformers": ("capture/", "engines/", "testing/"),
+    "uvicorn": ("testing/",),
 }
 #: Distributions whose name is not the one that is imported.
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}

@@ -74,3 +74,40 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("STREAMTAP_CACHE_DIR", str(tmp_path))
 
     assert Settings.from_environment().cache_dir == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("scheme", "one", "other"),
+    [
+        ("s3", {"AWS_ENDPOINT_URL": "http://a"}, {"AWS_ENDPOINT_URL": "http://b"}),
+        ("s3", {"AWS_ENDPOINT_URL": "http://a"}, {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b"}),
+        ("s3", {"AWS_ENDPOINT": "http://a"}, {}),
+        ("gs", {"GOOGLE_BASE_URL": "http://a"}, {}),
+        ("az", {"AZURE_STORAGE_ACCOUNT_NAME": "a"}, {"AZURE_STORAGE_ACCOUNT_NAME": "b"}),
+        ("az", {"AZURE_STORAGE_ACCOUNT_NAME": "a"}, {"AZURE_STORAGE_ENDPOINT": "a"}),
+        ("az", {"AZURE_ENDPOINT": "http://a"}, {"AZURE_ENDPOINT": "http://b"}),
+        (
+            "az",
+            {"AZURE_STORAGE_USE_EMULATOR": "1"},
+            {"AZURE_STORAGE_USE_EMULATOR": "1", "AZURITE_BLOB_STORAGE_URL": "b"},
+        ),
+        ("az", {"AZURE_USE_FABRIC_ENDPOINT": "1"}, {}),
+    ],
+)
+def test_servers_of_object_stores_are_told_apart(scheme: str, one: dict[str, str], other: dict[str, str]) -> None:
+    servers = [Settings.from_environment(HOME | each).store_servers.get(scheme) for each in (one, other)]
+
+    assert servers[0] != servers[1]
+    assert [set(Settings.from_environment(HOME | each).store_servers) - {scheme} for each in (one, other)] == [
+        set()
+    ] * 2
+
+
+def test_servers_of_object_stores_are_not_shown() -> None:
+    settings = Settings.from_environment(HOME | {"AWS_ENDPOINT_URL": "http://user:tell-nobody@a/"})
+
+    assert "tell-nobody" not in repr(settings)
+    assert (
+        settings.store_servers
+        == Settings.from_environment(HOME | {"AWS_ENDPOINT_URL": " http://user:tell-nobody@a"}).store_servers
+    )

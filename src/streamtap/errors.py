@@ -22,7 +22,13 @@
     ├── CacheDamaged                   stored bytes that do not match their checksum
     │   └── RowsDamaged                rows of prompts that are named, and were set aside
     ├── CacheBusy                      another process holds what this one needs
-    └── NotEnoughSpace (OSError)       the disk cannot take what the run would write
+    ├── NotEnoughSpace (OSError)       the disk cannot take what the run would write
+    ├── DatasetNotFound (LookupError)  no dataset there, or none that this token may see
+    ├── NotInDataset (LookupError)     prompts or layers that a dataset does not hold
+    ├── DatasetDamaged                 files that do not fit the dataset's own index and hashes
+    ├── DatasetExists                  a place to publish to that holds something else
+    └── TransferFailed                 a server or network that failed for longer than we wait
+        └── AccessDenied               the server refuses this token, or its absence
 
 Each class has a stable ``code`` for programs and ``retryable``, which says whether the
 same call may succeed later with nothing changed.
@@ -167,6 +173,44 @@ class NotEnoughSpace(StreamtapError, OSError):
     """The disk has less free space than the run would write."""
 
     code = "not_enough_space"
+
+
+class DatasetNotFound(StreamtapError, LookupError):
+    """No dataset under that name, or none that this token may see."""
+
+    code = "dataset_not_found"
+
+
+class NotInDataset(StreamtapError, LookupError):
+    """Prompts or layers that a dataset does not hold; the message counts and names them."""
+
+    code = "not_in_dataset"
+
+
+class DatasetDamaged(StreamtapError):
+    """Files that do not fit what the dataset's index says of them; the message names the first."""
+
+    code = "dataset_damaged"
+
+
+class DatasetExists(StreamtapError):
+    """The place to publish to holds something else; the message says which argument replaces it."""
+
+    code = "dataset_exists"
+
+
+class TransferFailed(StreamtapError):
+    """A server or network that failed, or asked to wait, for longer than we were willing to."""
+
+    code = "transfer_failed"
+    retryable = True
+
+
+class AccessDenied(TransferFailed):
+    """The server refuses this token, or asks for one; its text never holds the token."""
+
+    code = "access_denied"
+    retryable = False
 
 
 def _rebuilt(kind: type[StreamtapError], args: tuple[Any, ...]) -> StreamtapError:

@@ -6,7 +6,10 @@ module that looks at the environment:
 =========================  ========================================================
 ``STREAMTAP_CACHE_DIR``    folder of the cache (else ``$XDG_CACHE_HOME/streamtap``, else ``~/.cache/streamtap``)
 ``STREAMTAP_PROGRESS``     progress bars: ``auto`` (only on a terminal), ``on`` or ``off``
-``HF_HUB_CACHE``           folder of models downloaded from the Hub (else ``$HF_HOME/hub``, else its default)
+``AWS_ENDPOINT_URL``       address of an S3 server, which its client reads itself; here it tells buckets apart, as do
+                           the variables that name an Azure account or another server for Azure or Google
+``HF_ENDPOINT``            address of the Hub (else the public one)
+``HF_HUB_CACHE``           folder of what was downloaded from the Hub (else ``$HF_HOME/hub``, else its default)
 =========================  ========================================================
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,14 +25,30 @@ from streamtap.errors import SettingsError
 
 Progress = Literal["auto", "on", "off"]
 
+#: What leads the client of object stores to one server or another, by scheme. A bucket's name is unique on one S3 or
+#: Google server, a container's within one account of Azure.
+_SERVER_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": (
+        *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_USE_FABRIC_ENDPOINT"),
+        *("AZURE_STORAGE_USE_EMULATOR", "AZURITE_BLOB_STORAGE_URL"),
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment decides; absolute paths, which need not exist yet."""
+    """What the environment decides; absolute paths, which need not exist yet.
+
+    ``store_servers`` tells servers and accounts of object stores apart, by scheme; it is no address to connect to.
+    """
 
     cache_dir: Path
     hub_cache_dir: Path
     progress: Progress = "auto"
+    hub_endpoint: str | None = None
+    store_servers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     @property
     def activations_dir(self) -> Path:
@@ -40,6 +59,11 @@ class Settings:
     def models_dir(self) -> Path:
         """Folder of the models that Streamtap makes itself."""
         return self.cache_dir / "models"
+
+    @property
+    def datasets_dir(self) -> Path:
+        """Folder of what was fetched of datasets that the Hub's own cache cannot hold: single rows, other stores."""
+        return self.cache_dir / "datasets"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -53,7 +77,22 @@ class Settings:
             cache_dir=_folder(env, "STREAMTAP_CACHE_DIR") or _user_cache(env) / "streamtap",
             hub_cache_dir=_hub_cache(env),
             progress=_progress(env),
+            hub_endpoint=_address(env, "HF_ENDPOINT") or None,
+            store_servers=_store_servers(env),
         )
+
+
+def _address(env: Mapping[str, str], variable: str) -> str:
+    return env.get(variable, "").strip().rstrip("/")
+
+
+def _store_servers(env: Mapping[str, str]) -> dict[str, str]:
+    # All that is set, for which of two the client takes depends on their order in the environment.
+    told = {
+        scheme: [f"{variable}={value}" for variable in variables if (value := _address(env, variable))]
+        for scheme, variables in _SERVER_VARIABLES.items()
+    }
+    return {scheme: " ".join(values) for scheme, values in told.items() if values}
 
 
 def _hub_cache(env: Mapping[str, str]) -> Path:

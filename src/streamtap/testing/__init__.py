@@ -1,1 +1,25 @@
-"""For the tests of Streamtap and of what is built on it: tiny real models, tokenizers, and a plain reference."""
+"""For the tests of Streamtap and of what is built on it: tiny models, tokenizers, a plain reference, a local Hub."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamtap.testing.fake_engine import FakeEngine
+    from streamtap.testing.hub_server import HubServer, online_client
+
+__all__ = ["FakeEngine", "HubServer", "online_client"]
+
+_HOMES = {
+    "FakeEngine": "streamtap.testing.fake_engine",
+    "HubServer": "streamtap.testing.hub_server",
+    "online_client": "streamtap.testing.hub_server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its module on first use, for some need torch and some a web server."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'streamtap.testing' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -93,7 +93,7 @@ class Activations:
         Raises:
             MissingExtra: torch is not installed.
         """
-        return {layer: _to_torch(rows) for layer, rows in self.acts.items()}
+        return {layer: to_torch(rows) for layer, rows in self.acts.items()}
 
     def select(self, places: Sequence[int] | NDArray[np.int64]) -> Activations:
         """The prompts at ``places``, in that order, with all that belongs to them.
@@ -202,11 +202,16 @@ def _joined_tuples(parts: Sequence[tuple[Any, ...] | None]) -> Any:
     return tuple(item for part in present for item in part) if len(present) == len(parts) else None
 
 
-def _to_torch(rows: Array) -> torch.Tensor:
+def to_torch(rows: Array) -> torch.Tensor:
+    """The same values as a torch tensor, in the same dtype; dense rows are not copied.
+
+    Raises:
+        MissingExtra: torch is not installed.
+    """
     try:
         import torch
     except ImportError as error:
-        raise MissingExtra("Activations.torch() needs torch: pip install 'streamtap[local]'.") from error
+        raise MissingExtra("torch tensors need torch: pip install 'streamtap[local]'.") from error
     dense = np.ascontiguousarray(rows)
     if dense.dtype.name == "bfloat16":
         return torch.from_numpy(dense.view(np.int16)).view(torch.bfloat16)

@@ -52,6 +52,12 @@ def canonical_positions(spec: PositionSpec) -> str:
     return ",".join(str(number) for number in _numbers(spec))
 
 
+def from_canonical(text: str) -> PositionSpec:
+    """The spec that ``canonical_positions`` wrote as ``text``."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.lstrip("-").isdecimal() for part in parts) else text
+
+
 def choose_positions(
     spec: PositionSpec,
     token_ids: NDArray[np.int32],

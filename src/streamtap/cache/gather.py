@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamtap.cache.layout import POSITIONS, SUMS, TOKEN_IDS, ChunkLayout, stored_dtype
-from streamtap.cache.partfile import map_chunks, read_into
+from streamtap.cache.partfile import map_chunks, read_into, whole_chunks
 from streamtap.cache.parts import Part, part_path
 from streamtap.cache.sums import stamps, token_words, word_sums
 
@@ -21,6 +21,7 @@ Array = NDArray[Any]
 Ints = NDArray[np.int64]
 _PAGE_BYTES = 4096
 _THREADS_FROM_BYTES = 1 << 23
+_MAPPED_CHUNKS = 128
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,22 @@ def gather(root: Path, part: Part, channel: str, rows: Ints, wanted: Ints, targe
         target.bad[wanted] = True
         return
     with file:
-        chunks = np.asarray(map_chunks(file, part.layout))
-        there = rows < len(chunks) * part.layout.rows_per_chunk
+        there = rows < whole_chunks(file, part.layout) * part.layout.rows_per_chunk
         if not there.all():
             target.bad[wanted[~there]] = True
             rows, wanted = rows[there], wanted[there]
         if not _ascending(rows):
             order = np.argsort(rows, kind="stable")
             rows, wanted = rows[order], wanted[order]
-        if len(rows):
-            _Source(file.fileno(), chunks, part.layout, channel).copy(rows, wanted, target)
+        if len(rows) and _one_run(rows) and _one_run(wanted):
+            _Source(file.fileno(), np.empty(0, part.layout.dtype), 0, part.layout, channel).copy(rows, wanted, target)
+            return
+        # What is mapped counts as this process's memory, so a large part is mapped in pieces.
+        for group, start, stop in by_chunk(rows, part.layout.rows_per_chunk * _MAPPED_CHUNKS):
+            first = group * _MAPPED_CHUNKS
+            chunks = np.asarray(map_chunks(file, part.layout, first, _MAPPED_CHUNKS))
+            source = _Source(file.fileno(), chunks, first, part.layout, channel)
+            source.copy(rows[start:stop], wanted[start:stop], target)
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,11 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Source:
-    """One channel of an open part file, of which ``chunks`` are mapped."""
+    """One channel of an open part file, of which ``chunks`` are mapped, the first one's number being ``first``."""
 
     fd: int
     chunks: Array
+    first: int
     layout: ChunkLayout
     channel: str
 
@@ -139,6 +147,7 @@ class _Source:
         """Rows from anywhere, out of the mapped chunks, to the rows ``wanted`` of ``values``."""
         layout, chunks = self.layout, self.chunks
         number, place = np.divmod(rows, layout.rows_per_chunk)
+        number -= self.first
         token_sums = chunks[SUMS][number, layout.sums_row(TOKEN_IDS), place]
         sums = chunks[SUMS][number, layout.sums_row(self.channel), place]
         token_ids, positions = chunks[TOKEN_IDS][number, place], chunks[POSITIONS][number, place]
@@ -146,7 +155,7 @@ class _Source:
         pieces = chunks[self.channel]
 
         def pick(chunk: int, start: int, stop: int) -> None:
-            values[wanted[start:stop]] = dense = pieces[chunk][place[start:stop]]
+            values[wanted[start:stop]] = dense = pieces[chunk - self.first][place[start:stop]]
             columns.words[start:stop] = word_sums(dense)
 
         self._each_chunk(rows, pick)

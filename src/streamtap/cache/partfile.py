@@ -101,12 +101,19 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
             left[0] = left[0].cast("B")[count:]
 
 
-def map_chunks(file: BinaryIO, layout: ChunkLayout) -> NDArray[Any]:
-    """The whole chunks of an open part file, mapped read-only as records [chunks]."""
-    chunks = os.fstat(file.fileno()).st_size // layout.chunk_bytes
-    if not chunks:
+def map_chunks(file: BinaryIO, layout: ChunkLayout, first: int = 0, most: int | None = None) -> NDArray[Any]:
+    """Whole chunks of an open part file from ``first`` on, at most ``most``, mapped read-only as records [chunks]."""
+    chunks = whole_chunks(file, layout) - first
+    if most is not None:
+        chunks = min(chunks, most)
+    if chunks <= 0:
         return np.empty(0, layout.dtype)
-    return np.memmap(file, dtype=layout.dtype, mode="r", shape=(chunks,))
+    return np.memmap(file, dtype=layout.dtype, mode="r", offset=first * layout.chunk_bytes, shape=(chunks,))
+
+
+def whole_chunks(file: BinaryIO, layout: ChunkLayout) -> int:
+    """How many whole chunks an open part file has."""
+    return os.fstat(file.fileno()).st_size // layout.chunk_bytes
 
 
 def _bytes(rows: Array) -> NDArray[np.uint8]:

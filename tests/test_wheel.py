@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_INSTALLED = ("torch", "transformers", "accelerate", "gguf", "matplotlib", "huggingface_hub")
+SAMPLES = ROOT / "tests" / "dataset" / "samples"
+NOT_INSTALLED = ("torch", "transformers", "accelerate", "gguf", "matplotlib", "huggingface_hub", "obstore", "pandas")
 
 # The environment takes half a minute to make: every test of this file runs in one process and shares it.
 pytestmark = pytest.mark.xdist_group("wheel")
@@ -156,7 +157,38 @@ def test_doctor_says_what_is_missing(run: Callable[[str], str]) -> None:
     """)
 
     found = json.loads(printed)
-    assert found["extras"] == {"local": False, "demo": False, "plots": False}
+    assert found["extras"] == {"local": False, "demo": False, "plots": False, "hub": False, "stores": False}
     assert found["libraries"]["numpy"]
     assert found["libraries"]["torch"] is None
     assert [device["name"] for device in found["devices"]] == ["cpu"]
+
+
+def test_a_dataset_in_a_folder_is_read_without_torch_or_the_hub(run: Callable[[str], str]) -> None:
+    printed = run(f"""
+        import streamtap
+        name = {str(SAMPLES / "v2-pooled-logits-ppl")!r}
+        acts, labels = streamtap.load_activations(name, layers=[15], return_labels=True)
+        tensors, info = streamtap.load_activation_dataset(name, layers=[15])
+        print(acts[15].shape, labels.dtype, tensors["hidden.layer_15"].numpy().shape, info["format_version"])
+        print(streamtap.pull_dataset(name))
+        with streamtap.UnifiedCache("example/SmolLM2-135M-Instruct-dequant", layers=[15]) as cache:
+            print(cache.get_activations(streamtap.fetch_dataset_metadata(name).prompts)[0].shape)
+    """)
+
+    assert printed.splitlines() == ["(12, 576) int64 (12, 576) 2.0", "12", "(12, 576)"]
+
+
+def test_a_dataset_on_the_hub_says_what_to_install(run: Callable[[str], str]) -> None:
+    printed = run("""
+        import streamtap
+        for name in ("user/name", "s3://bucket/name"):
+            try:
+                streamtap.load_activations(name)
+            except streamtap.StreamtapError as error:
+                print(type(error).__name__, error)
+    """)
+
+    hub, store = printed.splitlines()
+    assert hub.startswith("MissingExtra ")
+    assert "pip install 'streamtap[hub]'" in hub
+    assert "pip install 'streamtap[stores]'" in store

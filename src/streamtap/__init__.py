@@ -1,4 +1,4 @@
-"""Extract, cache and probe the residual stream of language models.
+"""Extract, cache, share and probe the residual stream of language models.
 
 The public names are loaded on first use: ``import streamtap`` takes a moment and needs
 neither torch nor a model.
@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamtap.activations import Activations, Provenance
     from streamtap.cache.store import CacheStore
+    from streamtap.dataset.inspection import DatasetInfo
     from streamtap.engines.transformers import TransformersEngine
     from streamtap.errors import StreamtapError
     from streamtap.probes.scores import Scores
     from streamtap.spec import CaptureSpec, Prompt
+    from streamtap.workbench.dataset_rows import load_activations, load_rows
+    from streamtap.workbench.dataset_tensors import load_activation_dataset
+    from streamtap.workbench.open_dataset import fetch_dataset_metadata
     from streamtap.workbench.probe import Probe
+    from streamtap.workbench.publish import push_dataset
+    from streamtap.workbench.pull import pull_dataset
     from streamtap.workbench.statements import Statements, load_statements
     from streamtap.workbench.sweep import Sweep, sweep_layers
     from streamtap.workbench.unified_cache import UnifiedCache
+    from streamtap.workbench.upgrade import upgrade_dataset_format, verify_dataset
     from streamtap.workbench.warmup_stats import WarmupStats
 
 __version__ = "0.1.0"
@@ -28,6 +35,7 @@ __all__ = [
     "Activations",
     "CacheStore",
     "CaptureSpec",
+    "DatasetInfo",
     "Probe",
     "Prompt",
     "Provenance",
@@ -39,14 +47,23 @@ __all__ = [
     "UnifiedCache",
     "WarmupStats",
     "__version__",
+    "fetch_dataset_metadata",
+    "load_activation_dataset",
+    "load_activations",
+    "load_rows",
     "load_statements",
+    "pull_dataset",
+    "push_dataset",
     "sweep_layers",
+    "upgrade_dataset_format",
+    "verify_dataset",
 ]
 
 _HOMES = {
     "Activations": "streamtap.activations",
     "CacheStore": "streamtap.cache.store",
     "CaptureSpec": "streamtap.spec",
+    "DatasetInfo": "streamtap.dataset.inspection",
     "Probe": "streamtap.workbench.probe",
     "Prompt": "streamtap.spec",
     "Provenance": "streamtap.activations",
@@ -57,8 +74,16 @@ _HOMES = {
     "TransformersEngine": "streamtap.engines.transformers",
     "UnifiedCache": "streamtap.workbench.unified_cache",
     "WarmupStats": "streamtap.workbench.warmup_stats",
+    "fetch_dataset_metadata": "streamtap.workbench.open_dataset",
+    "load_activation_dataset": "streamtap.workbench.dataset_tensors",
+    "load_activations": "streamtap.workbench.dataset_rows",
+    "load_rows": "streamtap.workbench.dataset_rows",
     "load_statements": "streamtap.workbench.statements",
+    "pull_dataset": "streamtap.workbench.pull",
+    "push_dataset": "streamtap.workbench.publish",
     "sweep_layers": "streamtap.workbench.sweep",
+    "upgrade_dataset_format": "streamtap.workbench.upgrade",
+    "verify_dataset": "streamtap.workbench.upgrade",
 }
 
 

@@ -21,7 +21,8 @@ from streamtap.errors import InvalidInput
 from streamtap.testing.fake_engine import FakeEngine
 from streamtap.testing.models import tiny_model
 from streamtap.testing.tokenizers import CHAT_TEMPLATE, tiny_tokenizer
-from streamtap.workbench.model_source import GivenEngine, identity_of
+from streamtap.workbench.identity import identity_of
+from streamtap.workbench.model_source import GivenEngine
 from streamtap.workbench.unified_cache import UnifiedCache
 
 PROMPTS = ["The sky", "is", [5, 6, 7], [{"role": "user", "content": "Why?"}]]

@@ -25,6 +25,8 @@ LIBRARIES = {
     "local": ("torch", "transformers", "tokenizers", "accelerate"),
     "demo": ("gguf",),
     "plots": ("matplotlib",),
+    "hub": ("huggingface_hub", "hf_xet"),
+    "stores": ("obstore",),
 }
 
 

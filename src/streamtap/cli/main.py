@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it failed, 2 what was asked for cannot be.
 from __future__ import annotations
 
 import errno
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +18,9 @@ from streamtap.errors import InvalidInput, StreamtapError
 #: Where each command lives: the module's attribute of the command's name.
 COMMANDS = {
     "cache": "streamtap.cli.cache",
+    "dataset": "streamtap.cli.dataset",
     "demo": "streamtap.cli.demo",
+    "dev": "streamtap.cli.dev",
     "doctor": "streamtap.cli.doctor",
     "extract": "streamtap.cli.extract",
 }
@@ -38,9 +41,11 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; what it raises becomes one sentence and an exit code."""
+        """Run the command; what it raises becomes one sentence and an exit code, what it warns of one sentence."""
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
         except Exception as error:
@@ -54,7 +59,11 @@ class Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.version_option(streamtap.__version__, prog_name="streamtap")
 def main(debug: bool) -> None:
-    """Extract, cache and probe the residual stream of language models."""
+    """Extract, cache, share and probe the residual stream of language models."""
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
+    click.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 
 def _sentence(error: Exception) -> str:

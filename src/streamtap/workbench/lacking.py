@@ -11,10 +11,12 @@ from streamtap.errors import PoolingMismatch
 from streamtap.pooling import POOLINGS, check_pooling
 from streamtap.spec import CaptureSpec
 from streamtap.workbench.prompt_keys import Keyed
-from streamtap.workbench.wanted import layer_name, row_identity, score_channels, score_identity, serving_sets
+from streamtap.workbench.pulled import sets_at_hand
+from streamtap.workbench.wanted import layer_name, row_identity, score_channels, score_identity
 
 #: What the head gives, in the order it is written.
 SCORES = ("perplexity", "token_nll", "logits")
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ def find_needs(
     return needs
 
 
+def told(needs: Mapping[Need, Sequence[int]], n_prompts: int) -> str:
+    """How many of the prompts lack what, for a message."""
+    layers = sorted({layer for need in needs for layer in need.layers})
+    shown = ", ".join(map(str, layers[:_SHOWN])) + (", …" if len(layers) > _SHOWN else "")
+    scores = [kind for kind in SCORES if any(kind in need.scores for need in needs)]
+    what = ([f"layer{'s' * (len(layers) > 1)} {shown}"] if layers else []) + scores
+    return f"{sum(map(len, needs.values()))} of {n_prompts} prompts lack {' and '.join(what)}"
+
+
 def lacking_layers(
     store: CacheStore, provenance: Provenance, spec: CaptureSpec, layers: Sequence[int], keyed: Keyed
 ) -> dict[int, tuple[int, ...]]:
@@ -51,11 +62,11 @@ def lacking_layers(
     if not layers:
         return {}
     lacking: dict[int, frozenset[int]] = dict.fromkeys(range(len(keyed.rows)), frozenset(layers))
-    for candidate in serving_sets(provenance, spec):
+    for candidate in sets_at_hand(store, provenance, spec):
         set_id = store.find_set(candidate.identity)
         if set_id is None or not lacking:
             continue
-        digests = keyed.tokens if candidate.choose else keyed.rows
+        digests = keyed.by(candidate.keys)
         places = list(lacking)
         gone = store.missing(set_id, [digests[i] for i in places], [layer_name(layer) for layer in layers])
         lacking = _still_lacking(lacking, places, gone)

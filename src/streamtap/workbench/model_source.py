@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,17 +14,17 @@ from typing import Any, Protocol
 from streamtap.activations import Provenance
 from streamtap.cache import CacheStore
 from streamtap.engines.base import IN_MEMORY, Engine, HoldsWeights
+from streamtap.engines.demo_model import DEMO, is_unpacked
 from streamtap.engines.references import ModelReference, find_model, tokenizer_fingerprint
 from streamtap.engines.tokenizing import PromptTokenizer, Tokens
-from streamtap.errors import InvalidInput
+from streamtap.errors import InvalidInput, MissingExtra, NotCached
 from streamtap.fingerprint import fingerprint
 from streamtap.settings import Settings
 from streamtap.spec import CaptureSpec, Prompt
+from streamtap.workbench.pulled import PulledModel, find_pulled, pulled_models
 
 # Raised when what is remembered of a model changes its form; old memos are then not believed.
 _MEMO_LAYOUT = 1
-# Raised when the same request gets other values than before; rows from then are not served any more.
-_VALUES_VERSION = 1
 
 
 class ModelSource(Protocol):
@@ -47,6 +48,11 @@ class ModelSource(Protocol):
         """The engine, loaded at the first call."""
         ...
 
+    @property
+    def is_only_known(self) -> bool:
+        """Whether the model itself was not found, so that what is known of it may change once it is."""
+        ...
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -63,18 +69,7 @@ class LoadOptions:
 
 
 _UNASKED = vars(LoadOptions())
-
-
-def identity_of(provenance: Provenance) -> dict[str, Any]:
-    """What of a provenance changes an activation: ARCHITECTURE's law 2, without what only tells who ran it."""
-    return {
-        "values": _VALUES_VERSION,
-        "model": provenance.commit,
-        "tokenizer": provenance.tokenizer,
-        "dtype": provenance.dtype,
-        "quantization": provenance.quantization,
-        "engine": provenance.engine,
-    }
+_HUB_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def model_source(
@@ -127,6 +122,11 @@ class GivenEngine:
         """The engine itself."""
         return self._engine
 
+    @property
+    def is_only_known(self) -> bool:
+        """Never."""
+        return False
+
 
 class NamedModel:
     """A model by name; what was once learnt by loading it is kept in the store.
@@ -140,6 +140,15 @@ class NamedModel:
         self._loaded: Engine | None = None
         self._tokenizer: PromptTokenizer | None = None
         self._known: dict[str, Any] | None = None
+        self._pulled: PulledModel | None = None
+        self._is_needed = False
+
+    @property
+    def is_only_known(self) -> bool:
+        """Whether the model is known from datasets alone, and is not on this machine."""
+        with self._lock:
+            self._facts()
+            return self._pulled is not None
 
     @property
     def provenance(self) -> Provenance:
@@ -156,6 +165,8 @@ class NamedModel:
         if all(prompt.token_ids is not None for prompt in prompts):
             return PromptTokenizer(None, **self.tokenizer_limits).encode(prompts, spec, first_index)
         with self._lock:
+            if self.is_only_known:
+                self.engine()
             if self._tokenizer is None:
                 self._tokenizer = self._open_tokenizer()
             return self._tokenizer.encode(prompts, spec, first_index)
@@ -164,33 +175,89 @@ class NamedModel:
         """Load the model, at the first call."""
         with self._lock:
             if self._loaded is None:
-                from streamtap.engines.transformers import TransformersEngine
-
-                key = self._key(self._reference)
-                self._loaded = TransformersEngine.load(self._name, reference=self._reference, **vars(self._options))
-                self._learn(self._loaded, key)
+                self._pin()
+                try:
+                    self._loaded = self._load()
+                except (MissingExtra, InvalidInput, OSError) as error:
+                    if self._pulled is None:
+                        self._refuse_other_quantisation(error)
+                        raise
+                    raise NotCached(
+                        f"of {self._name} only rows that were pulled are here; others were asked for, and the model "
+                        f"cannot be loaded ({type(error).__name__}). Pull what lacks, or bring the model to this "
+                        "machine."
+                    ) from error
             return self._loaded
+
+    def _refuse_other_quantisation(self, error: Exception) -> None:
+        kinds = {each.provenance.quantization for each in pulled_models(self._store, self._name)} - {None}
+        if kinds and self._options.quantization is None:
+            raise NotCached(
+                f"of {self._name} only rows of the quantised model were pulled "
+                f"(quantization={' or '.join(map(repr, sorted(map(str, kinds))))}), and the model cannot be loaded "
+                f"({type(error).__name__}). Ask for them with quantization=, or bring the model to this machine."
+            ) from error
+
+    def _load(self) -> Engine:
+        from streamtap.engines.transformers import TransformersEngine
+
+        key = self._key(self._reference)
+        loaded = TransformersEngine.load(self._name, reference=self._reference, **vars(self._options))
+        self._learn(loaded, key)
+        return loaded
 
     @cached_property
     def _reference(self) -> ModelReference:
-        return find_model(
-            self._name,
-            self._options.revision,
-            settings=self._settings,
-            recall=self._store.recall,
-            remember=self._store.remember,
-        )
+        # Looking for it would unpack it, which takes half a minute, and pulled rows do without.
+        is_packed = self._name == DEMO and not self._is_needed and not is_unpacked(self._settings)
+        if is_packed and pulled_models(self._store, DEMO):
+            return ModelReference(DEMO, None)
+        try:
+            return find_model(
+                self._name,
+                self._options.revision,
+                settings=self._settings,
+                recall=self._store.recall,
+                remember=self._store.remember,
+            )
+        except InvalidInput:
+            # A path of the machine that published.
+            if not pulled_models(self._store, self._name):
+                raise
+            return ModelReference(self._name, None, revision=self._options.revision)
+
+    def _pin(self) -> None:
+        """Load the commit that the pulled rows are of, and not what the Hub has by now."""
+        self._is_needed = True
+        if self._pulled is None:
+            return
+        commit = self._pulled.provenance.commit
+        if self._options.revision is None and _HUB_COMMIT.fullmatch(commit):
+            self._options = replace(self._options, revision=commit)
+        self.__dict__.pop("_reference", None)
 
     def _facts(self) -> dict[str, Any]:
         with self._lock:
             if self._known is None and (key := self._key(self._reference)):
                 self._known = self._store.recall(key)
             if self._known is None:
+                self._pulled = self._find_pulled()
+                if self._pulled is not None:
+                    about = self._pulled
+                    self._known = {"provenance": asdict(about.provenance), "tokenizer": dict(about.limits)}
+            if self._known is None:
                 self.engine()
             assert self._known is not None
             return self._known
 
+    def _find_pulled(self) -> PulledModel | None:
+        """What was pulled of this model, as long as it was never loaded here."""
+        here = self._reference.commit
+        asked = self._options.revision if here is None else here
+        return find_pulled(self._store, self._name, asked, self._options.dtype, self._options.quantization)
+
     def _learn(self, engine: Engine, key: str | None) -> None:
+        self._pulled = None
         self._known = {"provenance": asdict(engine.provenance), "tokenizer": dict(_limits(engine.tokenizer))}
         if key is None:  # downloaded just now
             self.__dict__.pop("_reference")

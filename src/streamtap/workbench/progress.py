@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from streamtap.settings import Settings
 
@@ -14,10 +22,13 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def progress_bar(what: str, total: int, *, show: bool | None = None) -> Iterator[Advance]:
+def progress_bar(
+    what: str, total: int | None, *, show: bool | None = None, is_bytes: bool = False
+) -> Iterator[Advance]:
     """A bar on stderr that counts to ``total``; the ``with`` gives the function that moves it on.
 
-    ``show`` None follows ``STREAMTAP_PROGRESS``, whose default shows it on a terminal only.
+    ``total`` None is a bar without an end; ``is_bytes`` counts in kB, MB and GB. ``show`` None follows
+    ``STREAMTAP_PROGRESS``, whose default shows it on a terminal only.
     """
     console = Console(stderr=True)
     wanted = Settings.from_environment().progress
@@ -25,7 +36,7 @@ def progress_bar(what: str, total: int, *, show: bool | None = None) -> Iterator
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn() if is_bytes else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -1,4 +1,4 @@
-"""Prompts out of text, JSONL, CSV and Parquet files; the only home of pyarrow.
+"""Prompts out of text, JSONL, CSV and Parquet files.
 
 Nothing is skipped: what is not a prompt is refused, by its line or row.
 """
@@ -62,7 +62,7 @@ def read_prompts(
     if isinstance(source, str | Path):
         path = Path(source)
         with path.open("rb") as stream:
-            return _read(stream, path.name, file_format or _format_of(path), column, limit)
+            return _read(stream, path.name, file_format or format_of(path), column, limit)
     return _read(source, "standard input", file_format or "text", column, limit)
 
 
@@ -71,6 +71,35 @@ def write_columns(path: str | Path, columns: Mapping[str, Any]) -> None:
     from pyarrow import parquet, table
 
     parquet.write_table(table(dict(columns)), path)
+
+
+def csv_cells(path: Path, file_format: str, limit: int | None) -> dict[str, list[str]]:
+    """The cells of a CSV or TSV file, by column.
+
+    Raises:
+        InvalidInput: it is not a well-formed table.
+    """
+    with path.open("rb") as stream:
+        cells = _csv_rows(stream, path.name, _DELIMITERS[file_format], limit)[1]
+    if twice := sorted({name for name in cells[0] if cells[0].count(name) > 1}):
+        raise InvalidInput(f"{path.name} has more than one column {twice[0]!r}; rename one.")
+    return {name: [row[i] for row in cells[1:]] for i, name in enumerate(cells[0])}
+
+
+def parquet_columns(path: Path, limit: int | None) -> dict[str, list[Any]]:
+    """The values of a Parquet file, by column.
+
+    Raises:
+        InvalidInput: it is not a Parquet file.
+    """
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        table = parquet.read_table(path)
+    except ArrowInvalid as error:
+        raise InvalidInput(f"{path.name} is not a Parquet file.") from error
+    columns: dict[str, list[Any]] = table.slice(0, limit).to_pydict()
+    return columns
 
 
 def _read(stream: BinaryIO, name: str, file_format: str, column: str | None, limit: int | None) -> list[Prompt]:
@@ -94,7 +123,12 @@ def _read(stream: BinaryIO, name: str, file_format: str, column: str | None, lim
     return prompts
 
 
-def _format_of(path: Path) -> str:
+def format_of(path: Path) -> str:
+    """What the file's name says that it is, one of ``FORMATS``.
+
+    Raises:
+        InvalidInput: the name does not say.
+    """
     found = _SUFFIXES.get(path.suffix.lower())
     if found is None:
         raise InvalidInput(

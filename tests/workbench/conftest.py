@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from streamtap.testing.fake_engine import FakeEngine
 from streamtap.workbench.publish import push_dataset
 from streamtap.workbench.pull import pull_dataset
+from streamtap.workbench.statements import Statements, load_statements
+from streamtap.workbench.sweep import Sweep, sweep_layers
 from streamtap.workbench.unified_cache import UnifiedCache
 
 MODEL = "org/fake"
@@ -94,3 +96,29 @@ def files_of() -> Callable[[Path], dict[str, tuple[int, bytes]]]:
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
+
+
+@pytest.fixture(scope="session")
+def statements() -> Statements:
+    """The labelled set of the demo."""
+    return load_statements()
+
+
+@pytest.fixture(scope="session")
+def telling_rows(statements: Statements) -> dict[int, NDArray[np.float32]]:
+    """Layer 1 shows the label through noise, layers 0 and 2 are noise only; [statements, 6] each."""
+    rows = {k: np.random.default_rng(k).normal(size=(len(statements), 6)).astype(np.float32) for k in range(3)}
+    rows[1][:, 2] += 2.5 * statements.labels
+    return rows
+
+
+@pytest.fixture(scope="session")
+def telling_sweep(statements: Statements, telling_rows: dict[int, NDArray[np.float32]]) -> Sweep:
+    """The sweep of those rows."""
+    return sweep_layers(telling_rows, statements.labels, statements.groups, statements.texts)
+
+
+@pytest.fixture(scope="session")
+def noise_sweep(statements: Statements, telling_rows: dict[int, NDArray[np.float32]]) -> Sweep:
+    """A sweep of layers that show nothing."""
+    return sweep_layers({k: telling_rows[k] for k in (0, 2)}, statements.labels, statements.groups)

@@ -6,28 +6,10 @@ from numpy.typing import NDArray
 
 from streamtap.errors import InvalidRows
 from streamtap.workbench.by_subject import score_by_subject
-from streamtap.workbench.statements import Statements, load_statements
-from streamtap.workbench.sweep import Sweep, sweep_layers
+from streamtap.workbench.statements import Statements
+from streamtap.workbench.sweep import Sweep
 
 Rows = dict[int, NDArray[np.float32]]
-
-
-@pytest.fixture(scope="module")
-def statements() -> Statements:
-    return load_statements()
-
-
-@pytest.fixture(scope="module")
-def telling_rows(statements: Statements) -> Rows:
-    """Layer 1 shows the label through noise, layers 0 and 2 are noise only; [statements, 6] each."""
-    rows = {k: np.random.default_rng(k).normal(size=(len(statements), 6)).astype(np.float32) for k in range(3)}
-    rows[1][:, 2] += 2.5 * statements.labels
-    return rows
-
-
-@pytest.fixture(scope="module")
-def telling_sweep(statements: Statements, telling_rows: Rows) -> Sweep:
-    return sweep_layers(telling_rows, statements.labels, statements.groups, statements.texts)
 
 
 def test_subjects_add_up_to_the_test_score(statements: Statements, telling_rows: Rows, telling_sweep: Sweep) -> None:

@@ -15,33 +15,10 @@ from numpy.typing import NDArray
 from streamtap.errors import MissingExtra
 from streamtap.workbench import plots
 from streamtap.workbench.plots import plot_sweep
-from streamtap.workbench.statements import Statements, load_statements
+from streamtap.workbench.statements import Statements
 from streamtap.workbench.sweep import Sweep, sweep_layers
 
 Rows = dict[int, NDArray[np.float32]]
-
-
-@pytest.fixture(scope="module")
-def statements() -> Statements:
-    return load_statements()
-
-
-@pytest.fixture(scope="module")
-def telling_rows(statements: Statements) -> Rows:
-    """Layer 1 shows the label through noise, layers 0 and 2 are noise only; [statements, 6] each."""
-    rows = {k: np.random.default_rng(k).normal(size=(len(statements), 6)).astype(np.float32) for k in range(3)}
-    rows[1][:, 2] += 2.5 * statements.labels
-    return rows
-
-
-@pytest.fixture(scope="module")
-def telling_sweep(statements: Statements, telling_rows: Rows) -> Sweep:
-    return sweep_layers(telling_rows, statements.labels, statements.groups, statements.texts)
-
-
-@pytest.fixture(scope="module")
-def noise_sweep(statements: Statements, telling_rows: Rows) -> Sweep:
-    return sweep_layers({k: telling_rows[k] for k in (0, 2)}, statements.labels, statements.groups)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from streamtap.dataset.reader import Dataset
 from streamtap.errors import DatasetDamaged, RowsDamaged
 from streamtap.fingerprint import tokens_digest
 from streamtap.pooling import Pooling, check_pooling
+from streamtap.ragged import blocks
 from streamtap.spec import CaptureSpec
 from streamtap.workbench.dataset_model import provenance_of, recorded_limits, recorded_spec
 from streamtap.workbench.every_row import EveryRow
@@ -205,7 +206,10 @@ def _identity(prompts: PulledPrompts) -> dict[str, Any]:
 
 
 def _batches(prompts: PulledPrompts, layers: Sequence[int]) -> Iterator[Batch]:
-    for here in _blocks(prompts.dataset, prompts.every_row.counts, len(layers)):
+    # Rows of all layers of a block are about one size.
+    most = max(1, _BLOCK_BYTES // (prompts.dataset.hidden.width * 4 * len(layers)))
+    for start, stop in blocks(prompts.every_row.counts, most):
+        here = np.arange(start, stop)
         acts = prompts.every_row.read(layers, here)
         keys = [prompts.keys[i] for i in here.tolist()]
         rows = {layer_name(layer): acts.acts[layer] for layer in layers}
@@ -214,16 +218,6 @@ def _batches(prompts: PulledPrompts, layers: Sequence[int]) -> Iterator[Batch]:
 
 def _row_count(dataset: Dataset) -> int:
     return sum(shard.rows for shard in dataset.hidden.shards)
-
-
-def _blocks(dataset: Dataset, counts: Ints, n_layers: int) -> Iterator[Ints]:
-    """Numbers of prompts whose rows, of all layers, are about one size."""
-    most = max(1, _BLOCK_BYTES // (dataset.hidden.width * 4 * n_layers))
-    ends, start, done = np.cumsum(counts), 0, 0
-    while start < len(ends):
-        stop = max(start + 1, int(np.searchsorted(ends, done + most, side="right")))
-        yield np.arange(start, stop)
-        start, done = stop, int(ends[stop - 1])
 
 
 def _stored_dtype(dataset: Dataset, provenance: Provenance, layers: Sequence[int]) -> str:

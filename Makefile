@@ -2,6 +2,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-interop check format bench docs clean
 
+# Where the environment forbids bytecode, each of the many processes would compile torch and transformers anew.
+export PYTHONDONTWRITEBYTECODE =
+
 VENV ?= .venv
 BIN := $(VENV)/bin
 # --no-compile: bytecode is written on first import anyway, and only for what is imported.
@@ -36,10 +39,11 @@ format: $(VENV)/.complete  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction, cache and datasets against their floors
+bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction, cache, datasets and the service against their floors
 	$(BIN)/python benchmarks/extract.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/extract.json
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache.json
 	$(BIN)/python benchmarks/dataset.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/dataset.json
+	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 
 docs: $(VENV)/.complete  ## Check the links and the snippets of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py

@@ -111,3 +111,11 @@ def test_servers_of_object_stores_are_not_shown() -> None:
         settings.store_servers
         == Settings.from_environment(HOME | {"AWS_ENDPOINT_URL": " http://user:tell-nobody@a"}).store_servers
     )
+
+
+def test_the_key_of_an_engine_process_is_read_and_not_shown() -> None:
+    settings = Settings.from_environment(HOME | {"STREAMTAP_WORKER_KEY": " tell-nobody "})
+
+    assert settings.worker_key == "tell-nobody"
+    assert "tell-nobody" not in repr(settings)
+    assert Settings.from_environment(HOME | {"STREAMTAP_WORKER_KEY": " "}).worker_key is None

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamtap.activations import Activations, Provenance
     from streamtap.cache.store import CacheStore
+    from streamtap.client.aio import AsyncClient
+    from streamtap.client.steering import steering_vector
+    from streamtap.client.sync import Client
+    from streamtap.completion import Completion, CompletionRequest
     from streamtap.dataset.inspection import DatasetInfo
+    from streamtap.engines.opening import load_engine
     from streamtap.engines.transformers import TransformersEngine
     from streamtap.errors import StreamtapError
     from streamtap.probes.scores import Scores
@@ -33,8 +38,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activations",
+    "AsyncClient",
     "CacheStore",
     "CaptureSpec",
+    "Client",
+    "Completion",
+    "CompletionRequest",
     "DatasetInfo",
     "Probe",
     "Prompt",
@@ -50,10 +59,12 @@ __all__ = [
     "fetch_dataset_metadata",
     "load_activation_dataset",
     "load_activations",
+    "load_engine",
     "load_rows",
     "load_statements",
     "pull_dataset",
     "push_dataset",
+    "steering_vector",
     "sweep_layers",
     "upgrade_dataset_format",
     "verify_dataset",
@@ -61,8 +72,12 @@ __all__ = [
 
 _HOMES = {
     "Activations": "streamtap.activations",
+    "AsyncClient": "streamtap.client.aio",
     "CacheStore": "streamtap.cache.store",
     "CaptureSpec": "streamtap.spec",
+    "Client": "streamtap.client.sync",
+    "Completion": "streamtap.completion",
+    "CompletionRequest": "streamtap.completion",
     "DatasetInfo": "streamtap.dataset.inspection",
     "Probe": "streamtap.workbench.probe",
     "Prompt": "streamtap.spec",
@@ -77,10 +92,12 @@ _HOMES = {
     "fetch_dataset_metadata": "streamtap.workbench.open_dataset",
     "load_activation_dataset": "streamtap.workbench.dataset_tensors",
     "load_activations": "streamtap.workbench.dataset_rows",
+    "load_engine": "streamtap.engines.opening",
     "load_rows": "streamtap.workbench.dataset_rows",
     "load_statements": "streamtap.workbench.statements",
     "pull_dataset": "streamtap.workbench.pull",
     "push_dataset": "streamtap.workbench.publish",
+    "steering_vector": "streamtap.client.steering",
     "sweep_layers": "streamtap.workbench.sweep",
     "upgrade_dataset_format": "streamtap.workbench.upgrade",
     "verify_dataset": "streamtap.workbench.upgrade",

@@ -8,12 +8,20 @@
     │   ├── InvalidPositions           a position spec that does not fit a prompt
     │   ├── InvalidPrompt              a prompt that cannot be run, named by its index
     │   │   ├── EmptyPrompt
-    │   │   └── PromptTooLong
+    │   │   ├── PromptTooLong
+    │   │   ├── CapturePromptTooLong   more rows than one capture may have
+    │   │   └── FullVocabularyTooLong  too long for log-probabilities of the whole vocabulary
     │   ├── InvalidRows                rows or labels that a probe cannot learn from
-    │   └── SettingsError              a setting with a value that means nothing
+    │   ├── SettingsError              a setting with a value that means nothing
+    │   ├── BadJson                    a body that is not JSON
+    │   ├── ModelNotFound              a server that has no model of that id
+    │   └── SteeringNotFinite          a steering vector that drove the stream out of range
     ├── Unsupported                    what this model or engine cannot do
     │   ├── UnsupportedModel           blocks not found, or not a decoder-only model
-    │   └── UnsupportedSite            a site other than a block's output
+    │   ├── UnsupportedSite            a site other than a block's output
+    │   ├── ActivationsUnsupported     a model without an engine for activations
+    │   ├── SteeringUnsupported        a steering vector that this engine cannot apply
+    │   └── ChatUnsupported            chat completions, which have no defined positions
     ├── CaptureMissed                  a capture that is not whole, or not finite
     ├── EngineOutOfMemory              one prompt alone does not fit the device
     ├── MissingExtra (ImportError)     an optional dependency is not installed
@@ -27,8 +35,29 @@
     ├── NotInDataset (LookupError)     prompts or layers that a dataset does not hold
     ├── DatasetDamaged                 files that do not fit the dataset's own index and hashes
     ├── DatasetExists                  a place to publish to that holds something else
-    └── TransferFailed                 a server or network that failed for longer than we wait
-        └── AccessDenied               the server refuses this token, or its absence
+    ├── TransferFailed                 a server or network that failed for longer than we wait
+    │   └── AccessDenied               the server refuses this token, or its absence
+    ├── KeyRefused                     an API key that a server does not take
+    │   ├── MissingAuthorization
+    │   ├── InvalidKey
+    │   ├── KeyRevoked
+    │   ├── KeyDisabled                paused, or not yet in use
+    │   └── ScopeDenied                a key without the scope that this needs
+    ├── NotFound (LookupError)         no such address
+    ├── MethodNotAllowed
+    ├── RequestTooLarge
+    ├── LimitReached                   a limit of the server; ``retry_after_seconds`` says when to come back
+    │   ├── QueueFull
+    │   ├── RateLimited
+    │   ├── BudgetExceeded             tokens of the day or month
+    │   └── ActivationQuotaExceeded    captures of the month
+    ├── EngineFailed                   the process that runs the model
+    │   ├── EngineUnreachable
+    │   └── EngineDead                 it ended in the middle of the request
+    └── NotServing                     a server that will serve this later
+        ├── CircuitOpen                the engine failed too often just now
+        ├── ColdStart                  the engine was not ready in time
+        └── ServerRestarting
 
 Each class has a stable ``code`` for programs and ``retryable``, which says whether the
 same call may succeed later with nothing changed.
@@ -44,6 +73,7 @@ class StreamtapError(Exception):
 
     code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
+    retry_after_seconds: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the message and the attributes: a worker process's error must reach its parent."""
@@ -211,6 +241,181 @@ class AccessDenied(TransferFailed):
 
     code = "access_denied"
     retryable = False
+
+
+class CapturePromptTooLong(InvalidPrompt):
+    """More positions than one capture may have; the message states the cap and the positions counted."""
+
+    code = "activation_prompt_too_long"
+
+
+class FullVocabularyTooLong(InvalidPrompt):
+    """A prompt too long for the log-probabilities of the whole vocabulary."""
+
+    code = "full_vocab_prompt_too_long"
+
+
+class BadJson(InvalidInput):
+    """A request body that is not JSON."""
+
+    code = "bad_json"
+
+
+class ModelNotFound(InvalidInput):
+    """The server has no model of that id; the message names those that it has."""
+
+    code = "model_not_found"
+
+
+class SteeringNotFinite(InvalidInput):
+    """A steering vector drove the residual stream out of the range of the model's dtype."""
+
+    code = "steering_not_finite"
+
+
+class ActivationsUnsupported(Unsupported):
+    """The model has no engine for activations."""
+
+    code = "activations_unsupported"
+
+
+class SteeringUnsupported(Unsupported):
+    """A steering vector that this engine cannot apply as it was asked."""
+
+    code = "steering_unsupported"
+
+
+class ChatUnsupported(Unsupported):
+    """Chat completions: whose template wrote which token is not defined there."""
+
+    code = "chat_completions_unsupported"
+
+
+class KeyRefused(StreamtapError):
+    """An API key that the server does not take; no text holds the key."""
+
+    code = "invalid_api_key"
+
+
+class MissingAuthorization(KeyRefused):
+    """No key was sent."""
+
+    code = "missing_authorization"
+
+
+class InvalidKey(KeyRefused):
+    """The server knows no such key."""
+
+
+class KeyRevoked(KeyRefused):
+    """The key was revoked for good."""
+
+    code = "key_revoked"
+
+
+class KeyDisabled(KeyRefused):
+    """The key is paused."""
+
+    code = "key_disabled"
+
+
+class ScopeDenied(KeyRefused):
+    """The key lacks the scope that this needs; the message names it."""
+
+    code = "scope_denied"
+
+
+class NotFound(StreamtapError, LookupError):
+    """The server has nothing at that address."""
+
+    code = "not_found"
+
+
+class MethodNotAllowed(StreamtapError):
+    """The address takes other methods."""
+
+    code = "method_not_allowed"
+
+
+class RequestTooLarge(StreamtapError):
+    """A request body larger than the server takes."""
+
+    code = "request_too_large"
+
+
+class LimitReached(StreamtapError):
+    """A limit of the server; ``retry_after_seconds`` says when to come back."""
+
+    code = "limit_reached"
+    retryable = True
+
+
+class QueueFull(LimitReached):
+    """The key has as many requests running and waiting as it may have."""
+
+    code = "queue_full"
+
+
+class RateLimited(LimitReached):
+    """The key started as many requests in this minute as it may."""
+
+    code = "rate_limited"
+
+
+class BudgetExceeded(LimitReached):
+    """The tokens of this day or month are used up."""
+
+    code = "budget_exceeded"
+
+
+class ActivationQuotaExceeded(LimitReached):
+    """The captures of this month are used up; the message says used/limit."""
+
+    code = "activation_quota_exceeded"
+
+
+class EngineFailed(StreamtapError):
+    """The engine's process answered with an error of its own."""
+
+    code = "upstream_server_error"
+    retryable = True
+
+
+class EngineUnreachable(EngineFailed):
+    """The engine's process does not answer."""
+
+    code = "upstream_unreachable"
+
+
+class EngineDead(EngineFailed):
+    """The engine's process ended in the middle of the request."""
+
+    code = "engine_dead"
+
+
+class NotServing(StreamtapError):
+    """The server will serve this later; ``retry_after_seconds`` says when to come back."""
+
+    code = "not_serving"
+    retryable = True
+
+
+class CircuitOpen(NotServing):
+    """The engine failed too often just now, and is left alone for a while."""
+
+    code = "circuit_open"
+
+
+class ColdStart(NotServing):
+    """The engine was not ready in time; it goes on starting."""
+
+    code = "modal_cold_boot"
+
+
+class ServerRestarting(NotServing):
+    """The server is about to stop."""
+
+    code = "server_restarting"
 
 
 def _rebuilt(kind: type[StreamtapError], args: tuple[Any, ...]) -> StreamtapError:

@@ -6,10 +6,13 @@ module that looks at the environment:
 =========================  ========================================================
 ``STREAMTAP_CACHE_DIR``    folder of the cache (else ``$XDG_CACHE_HOME/streamtap``, else ``~/.cache/streamtap``)
 ``STREAMTAP_PROGRESS``     progress bars: ``auto`` (only on a terminal), ``on`` or ``off``
+``STREAMTAP_WORKER_KEY``   key that an engine process asks of its gateway (else it asks for none)
 ``AWS_ENDPOINT_URL``       address of an S3 server, which its client reads itself; here it tells buckets apart, as do
                            the variables that name an Azure account or another server for Azure or Google
 ``HF_ENDPOINT``            address of the Hub (else the public one)
 ``HF_HUB_CACHE``           folder of what was downloaded from the Hub (else ``$HF_HOME/hub``, else its default)
+``STREAMTAP_API_BASE``     address of the server that a client asks; it ends in ``/v1`` (else ``ACS_API_BASE``)
+``STREAMTAP_API_KEY``      key for it (else ``ACS_API_KEY``, unless that one's address is another server's)
 =========================  ========================================================
 """
 
@@ -49,6 +52,9 @@ class Settings:
     progress: Progress = "auto"
     hub_endpoint: str | None = None
     store_servers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    worker_key: str | None = field(default=None, repr=False)
+    api_base: str | None = field(default=None, repr=False)
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def activations_dir(self) -> Path:
@@ -79,11 +85,31 @@ class Settings:
             progress=_progress(env),
             hub_endpoint=_address(env, "HF_ENDPOINT") or None,
             store_servers=_store_servers(env),
+            worker_key=env.get("STREAMTAP_WORKER_KEY", "").strip() or None,
+            api_base=_api_base(env) or None,
+            api_key=_api_key(env) or None,
         )
+
+
+def child_environment(**added: str) -> dict[str, str]:
+    """This process's environment and ``added``, for a process that it starts."""
+    return {**os.environ, **added}
 
 
 def _address(env: Mapping[str, str], variable: str) -> str:
     return env.get(variable, "").strip().rstrip("/")
+
+
+def _api_base(env: Mapping[str, str]) -> str:
+    return _address(env, "STREAMTAP_API_BASE") or _address(env, "ACS_API_BASE")
+
+
+def _api_key(env: Mapping[str, str]) -> str:
+    if own := env.get("STREAMTAP_API_KEY", "").strip():
+        return own
+    # A key goes only to the server that it was set beside.
+    elsewhere = _address(env, "ACS_API_BASE") not in ("", _api_base(env))
+    return "" if elsewhere else env.get("ACS_API_KEY", "").strip()
 
 
 def _store_servers(env: Mapping[str, str]) -> dict[str, str]:

@@ -246,7 +246,8 @@ def test_the_model_is_bit_equal_after_a_capture_that_failed(family: str, monkeyp
         raise RuntimeError("the middle of the pass")
 
     with monkeypatch.context() as patched:
-        patched.setattr(plain_blocks(model)[1], "forward", fail)
+        # Not setattr, which some releases of pytest undo by leaving the class's own method in the instance.
+        patched.setitem(vars(plain_blocks(model)[1]), "forward", fail)
         with pytest.raises(RuntimeError, match="the middle of the pass"):
             capture(model, SHARED)
 

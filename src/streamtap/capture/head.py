@@ -50,6 +50,11 @@ class Head:
         )
         self._check(forward)
 
+    @property
+    def vocabulary(self) -> int:
+        """Logits of one row."""
+        return int(self._matrix.weight.shape[0])
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] of ``normed`` [rows, hidden], in float32 (float64 for float64)."""
         raw: torch.Tensor = self._matrix(normed) * self._scale
@@ -79,8 +84,7 @@ class Head:
         return HeadRows(nll, values, torch.cat(ids).numpy().astype(np.int32) if ids else None)
 
     def _slices(self, n: int) -> Iterator[tuple[int, int]]:
-        vocabulary = int(self._matrix.weight.shape[0])
-        step = max(1, SLICE_BYTES // (4 * vocabulary))
+        step = max(1, SLICE_BYTES // (4 * self.vocabulary))
         return ((start, min(start + step, n)) for start in range(0, n, step))
 
     def _check(self, forward: Forward) -> None:

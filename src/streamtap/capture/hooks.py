@@ -1,4 +1,4 @@
-"""Hooks that only read: they come off whatever happens, and may stop the pass early."""
+"""Hooks on the blocks: they come off whatever happens. Some only read and may stop the pass early, some also change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from streamtap.errors import CaptureMissed
 
 Reader = Callable[[int, torch.Tensor], None]
+#: Sees a block's output [batch, positions, hidden]; what it returns, unless None, takes that output's place.
+Visitor = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
 class _PassIsOver(Exception):
@@ -42,6 +44,29 @@ def reading(blocks: Mapping[int, nn.Module], read: Reader, stop_after: int | Non
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def visiting(blocks: Mapping[int, nn.Module], visit: Visitor) -> Iterator[None]:
+    """Call ``visit(layer, output)`` at every block's output inside the ``with``, and go on with what it returns."""
+
+    def hook_of(layer: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            changed = visit(layer, residual_of(output, layer))
+            return None if changed is None else _with_residual(output, changed)
+
+        return hook
+
+    handles = [block.register_forward_hook(hook_of(layer)) for layer, block in blocks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_residual(output: Any, stream: torch.Tensor) -> Any:
+    return stream if isinstance(output, torch.Tensor) else type(output)([stream, *output[1:]])
 
 
 def residual_of(output: Any, layer: int) -> torch.Tensor:

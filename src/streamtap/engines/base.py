@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 from streamtap.activations import Activations, Provenance
+from streamtap.completion import Cancel, CompletionRequest, Emit
 from streamtap.engines.tokenizing import PromptTokenizer
 from streamtap.spec import CaptureSpec, PromptLike
 
@@ -48,4 +49,35 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of the model."""
+        ...
+
+
+@runtime_checkable
+class Completes(Protocol):
+    """An engine that also writes: completions with capture and steering."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """What the rows come from."""
+        ...
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """How prompts become token ids; knows context length and vocabulary."""
+        ...
+
+    def submit(self, request: CompletionRequest, emit: Emit) -> Cancel:
+        """Queue ``request`` and return at once.
+
+        ``emit`` is called from the engine's thread: with each ``Delta`` where the request streams, then once with
+        ``Finished`` or ``Failed``, and must not block. The returned function stops the work within one step; nothing is
+        emitted after it returned.
+
+        Raises:
+            InvalidInput: the request cannot be run; nothing was queued.
+        """
+        ...
+
+    def close(self) -> None:
+        """Fail what is queued and let go of the model."""
         ...

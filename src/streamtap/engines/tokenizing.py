@@ -67,6 +67,20 @@ class PromptTokenizer:
         excluded = self.special_ids if spec.exclude_special_tokens else None
         return choose_positions(spec.positions, tokens.token_ids, excluded_ids=excluded, index=index)
 
+    def read(self, prompt: str | Sequence[int], index: int, *, special_tokens: bool = True) -> NDArray[np.int32]:
+        """Token ids, int32 [tokens], of one text, or of ids as they are.
+
+        Raises:
+            EmptyPrompt: there is no token.
+            InvalidPrompt: an id is outside the vocabulary, or there is no tokenizer.
+        """
+        found = self._encoded([prompt], index, special=special_tokens)[0] if isinstance(prompt, str) else prompt
+        ids = np.asarray(found, np.int64)
+        if not len(ids):
+            raise EmptyPrompt(f"prompt {index} has no token; expected at least one.", index=index)
+        self._check_vocabulary(ids, index)
+        return ids.astype(np.int32)
+
     def _ids(self, prompts: Sequence[Prompt], spec: CaptureSpec, first: int) -> list[NDArray[np.int64]]:
         found: list[Any] = [prompt.token_ids for prompt in prompts]
         texts = [i for i, prompt in enumerate(prompts) if prompt.text is not None]

@@ -20,6 +20,11 @@ from streamtap.capture.batches import Group, cut_batches, share_prefixes
 from streamtap.capture.forward import Forward
 from streamtap.capture.groups import Ask, BatchRows, Prefix, TokenRun, run_batch, run_prefix
 from streamtap.capture.head import Head
+from streamtap.capture.passes import follows_the_longest
+from streamtap.completion import Cancel, Completion, CompletionRequest, Delta, Emit
+from streamtap.engines.completing import PromptsLike, request_of, run_request, stream_request
+from streamtap.engines.generation.building import generator_for
+from streamtap.engines.generation.generator import Generator
 from streamtap.engines.loading import load_model, provenance_of
 from streamtap.engines.references import ModelReference
 from streamtap.engines.tokenizing import PromptTokenizer
@@ -69,12 +74,16 @@ class TransformersEngine:
         self.forward = Forward(self.model)
         self.provenance = provenance or provenance_of(self.model, tokenizer, name)
         self.tokenizer = prompt_tokenizer(tokenizer, self.model)
+        if follows_the_longest(self.forward):
+            batch_size, share_prefixes = 1, False
         self.batch_size = batch_size
         on_cpu = self.forward.device.type == "cpu"
         self.max_batch_tokens = max_batch_tokens or (_CPU_BATCH_TOKENS if on_cpu else _ACCELERATOR_BATCH_TOKENS)
         self._sharing = None if share_prefixes and self.forward.keeps_states else False
         self._head: Head | None = None
+        self._generator: Generator | None = None
         self._lock = threading.Lock()
+        self._building = threading.Lock()
         self._loaded_here = self._closed = False
 
     @classmethod
@@ -165,6 +174,41 @@ class TransformersEngine:
             prompts = as_prompts(prompts)
         return self._captured(prompts, spec, ask, ordered)
 
+    def submit(self, request: CompletionRequest, emit: Emit) -> Cancel:
+        """Queue a completion; see ``Completes.submit``. Requests run together, each as if it were alone.
+
+        Raises:
+            InvalidInput: the request cannot be run on this model.
+            Unsupported: the model's head is not a plain matrix.
+        """
+        if self._closed:
+            raise InvalidInput("this engine is closed, so its model is gone; load it again.")
+        return self._generation().submit(request, emit)
+
+    def complete(self, prompt: PromptsLike | CompletionRequest, **options: Any) -> Completion:
+        """Complete ``prompt`` and wait for it: text, and the rows of prompt and generated positions.
+
+        Args:
+            prompt: Text, token ids, a list of either, or a whole ``CompletionRequest``.
+            **options: ``max_tokens`` (with a capture 1, else up to the context), ``capture`` (a layer spec or True),
+                ``positions`` (``"all"``, ``"last"``, ``"prompt"``, ``"generated"`` or a list of ints),
+                ``output_dtype``, ``steer`` (what ``steering_vector`` gives, or ``SteeringVector``), ``n``, ``stop``,
+                ``logprobs``, ``prompt_logprobs``, ``echo``, ``add_special_tokens``, and the fields of ``Sampling``:
+                ``temperature``, ``seed``, ….
+
+        Raises:
+            InvalidInput: a value that means nothing, or a request that this model cannot run.
+            CaptureMissed: a row did not come whole and finite.
+            SteeringNotFinite: a vector drove the stream out of range.
+        """
+        request = prompt if isinstance(prompt, CompletionRequest) else request_of(self, prompt, **options)
+        return run_request(self, request)
+
+    def stream(self, prompt: PromptsLike | CompletionRequest, **options: Any) -> Iterator[Delta]:
+        """As ``complete``, with the text as it is made; whoever stops iterating stops the work."""
+        request = prompt if isinstance(prompt, CompletionRequest) else request_of(self, prompt, **options)
+        return stream_request(self, request)
+
     def weights_hash(self) -> str:
         """``"sha256:…"`` of every weight as it is now; the whole model is read.
 
@@ -175,6 +219,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Let go of the memory of a model that was loaded here; a caller's own model is left as it is."""
+        if self._generator is not None:
+            self._generator.close()
         if self._loaded_here:
             self._closed = True
             _let_go(self.model)
@@ -184,10 +230,24 @@ class TransformersEngine:
         layers = resolve_layers(spec.layers, self.n_layers)
         if not layers and not spec.needs_head:
             raise InvalidInput("nothing was asked for: layers is empty and neither perplexity nor logits are wanted.")
-        if spec.needs_head and self._head is None:
+        if spec.needs_head:
+            self._known_head()
+        return Ask(layers, spec.pooling, spec.perplexity or spec.token_nll, spec.logits, spec.logit_top_k)
+
+    def _known_head(self) -> Head:
+        if self._head is None:
             with self._lock:
                 self._head = self._head or Head(self.forward)
-        return Ask(layers, spec.pooling, spec.perplexity or spec.token_nll, spec.logits, spec.logit_top_k)
+        return self._head
+
+    def _generation(self) -> Generator:
+        head = self._known_head()
+        with self._building:
+            if self._generator is None:
+                self._generator = generator_for(
+                    self.forward, head, self.tokenizer, max_step_tokens=self.max_batch_tokens, device_lock=self._lock
+                )
+        return self._generator
 
     def _captured(
         self, prompts: Iterable[PromptLike], spec: CaptureSpec, ask: Ask, ordered: bool

@@ -1,0 +1,171 @@
+"""The bytes of captured rows: a zstd frame of C-ordered little-endian values, and its base64, made piece by piece.
+
+::
+
+    values [layers, rows, hidden] ─► frame_chunks ─► base64_chunks ─► "data" ─► decode ─► values
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pybase64
+import zstandard
+from numpy.typing import NDArray
+
+from streamtap.errors import InvalidInput
+
+Array = NDArray[Any]
+
+#: What an envelope calls the values that we send, by numpy's name: how they are stored, and what they were.
+WIRE_DTYPES = {"bfloat16": ("int16", "torch.bfloat16"), "float32": ("float32", "torch.float32")}
+
+#: Bytes of a frame in one piece: a multiple of 3, so that base64 pieces join without padding between; 1 MiB as base64.
+PIECE_BYTES = 3 * 256 * 1024
+
+LEVEL = 1
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BF16_EXPONENT = np.uint16(0x7F80)
+#: Values looked at in one go: enough to be quick, and little beside the rows themselves.
+_PIECE_VALUES = 1 << 20
+#: What may be read: how it is stored, what it may be said to have been, and what numpy calls it.
+_READABLE: dict[str, tuple[str, np.dtype[Any]]] = {
+    "int16": ("bfloat16", _BFLOAT16),
+    "uint16": ("bfloat16", _BFLOAT16),
+    "bfloat16": ("bfloat16", _BFLOAT16),
+    "float16": ("float16", np.dtype("<f2")),
+    "float32": ("float32", np.dtype("<f4")),
+}
+_COMPRESSIONS = (None, "none", "zstd")
+
+
+def frame_chunks(values: Array) -> Iterator[bytes]:
+    """One zstd frame of ``values``, with its content size, in pieces of ``PIECE_BYTES`` but for the last.
+
+    ``values`` is bfloat16 or float32 of any shape and need not be dense: a part that is not is copied by itself.
+    The work is done outside the interpreter lock, so frames of several threads are made side by side.
+
+    Raises:
+        InvalidInput: values of another dtype.
+    """
+    _check_writable(values)
+    chunker = zstandard.ZstdCompressor(level=LEVEL).chunker(size=values.nbytes, chunk_size=PIECE_BYTES)
+    for part in raw_parts(values):
+        yield from chunker.compress(part)
+    yield from chunker.finish()  # type: ignore[no-untyped-call]
+
+
+def base64_chunks(values: Array) -> Iterator[bytes]:
+    """``frame_chunks`` as standard base64, ASCII, without line breaks.
+
+    Raises:
+        InvalidInput: values of another dtype.
+    """
+    return map(pybase64.b64encode, frame_chunks(values))
+
+
+def raw_parts(values: Array) -> Iterator[memoryview]:
+    """The plain little-endian bytes of ``values``, C order, without a copy where the values are dense.
+
+    Raises:
+        InvalidInput: values of another dtype.
+    """
+    _check_writable(values)
+    for part in _dense_parts(values):
+        stored = part.astype("<f4", copy=False) if part.dtype == np.float32 else part.view("<u2")
+        yield stored.reshape(-1).data.cast("B") if stored.size else memoryview(b"")
+
+
+def _dense_parts(values: Array) -> Iterable[Array]:
+    if values.flags.c_contiguous or values.ndim < 2:
+        return [np.ascontiguousarray(values)]
+    return map(np.ascontiguousarray, values)
+
+
+def _check_writable(values: Array) -> None:
+    if values.dtype.name not in WIRE_DTYPES:
+        raise InvalidInput(f"values on the wire are {' or '.join(WIRE_DTYPES)}; got {values.dtype.name}.")
+
+
+def is_finite(values: Array) -> bool:
+    """Whether every value [rows, …] is, of bfloat16 or any numpy float, looked at in pieces of a few MB."""
+    if values.dtype.name != "bfloat16":
+        return all(bool(np.isfinite(piece).all()) for piece in _pieces(values))
+    # Its exponent is all ones where it is not; to widen every value would take four times as long.
+    bits = (piece.view(np.uint16) & _BF16_EXPONENT for piece in _pieces(values))
+    return not any(bool((piece == _BF16_EXPONENT).any()) for piece in bits)
+
+
+def _pieces(values: Array) -> Iterator[Array]:
+    rows = max(1, _PIECE_VALUES // max(1, values[:1].size))
+    return (values[start : start + rows] for start in range(0, len(values), rows))
+
+
+def decode(
+    data: str | bytes, *, dtype: str, original_dtype: str | None, shape: Sequence[int], compression: str | None
+) -> Array:
+    """The values of one envelope: an array of ``shape``, read-only, in bfloat16, float16 or float32.
+
+    Nothing is unpacked before the size that it says of itself fits ``shape``.
+
+    Raises:
+        InvalidInput: the parts of the envelope contradict each other; the message says which.
+    """
+    kept = _dtype_of(dtype, original_dtype)
+    expected = _nbytes_of(shape, kept)
+    if compression not in _COMPRESSIONS:
+        raise InvalidInput("compression must be 'zstd' or 'none'.")
+    raw = _unpacked(_from_base64(data), expected) if compression == "zstd" else _from_base64(data)
+    if len(raw) != expected:
+        raise InvalidInput(
+            f"data must hold {expected} bytes for shape {list(shape)} of {kept.name}; it holds {len(raw)}."
+        )
+    return np.frombuffer(raw, kept).reshape(tuple(shape))
+
+
+def decoded_bytes(*, dtype: str, original_dtype: str | None, shape: Sequence[int]) -> int:
+    """Bytes that an envelope of this dtype and shape unpacks to.
+
+    Raises:
+        InvalidInput: a dtype or shape that cannot be.
+    """
+    return _nbytes_of(shape, _dtype_of(dtype, original_dtype))
+
+
+def _dtype_of(dtype: str, original_dtype: str | None) -> np.dtype[Any]:
+    if dtype not in _READABLE:
+        raise InvalidInput(f"dtype must be one of {', '.join(_READABLE)}.")
+    was, kept = _READABLE[dtype]
+    if original_dtype is not None and original_dtype.removeprefix("torch.") != was:
+        raise InvalidInput(f"original_dtype must be 'torch.{was}' where dtype is {dtype!r}.")
+    return kept
+
+
+def _nbytes_of(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    if not all(type(length) is int and length >= 0 for length in shape) or not 1 <= len(shape) <= 8:
+        raise InvalidInput("shape must be a list of 1 to 8 whole numbers, 0 or more.")
+    return math.prod(shape) * dtype.itemsize
+
+
+def _from_base64(data: str | bytes) -> bytes:
+    try:
+        return pybase64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidInput("data must be standard base64 without line breaks; it is not.") from error
+
+
+def _unpacked(frame: bytes, expected: int) -> bytes:
+    try:
+        size = zstandard.frame_content_size(frame)
+        if size not in (-1, expected):
+            raise InvalidInput(f"data must unpack to {expected} bytes, as shape and dtype say; it says {size}.")
+        # A frame may hide its size: then no more than expected is unpacked. 0 would mean no bound.
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected or 1, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"data must be one zstd frame of {expected} bytes; it is not.") from error

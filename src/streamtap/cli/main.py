@@ -18,11 +18,15 @@ from streamtap.errors import InvalidInput, StreamtapError
 #: Where each command lives: the module's attribute of the command's name.
 COMMANDS = {
     "cache": "streamtap.cli.cache",
+    "complete": "streamtap.cli.complete",
+    "check-config": "streamtap.cli.check_config",
     "dataset": "streamtap.cli.dataset",
     "demo": "streamtap.cli.demo",
     "dev": "streamtap.cli.dev",
     "doctor": "streamtap.cli.doctor",
     "extract": "streamtap.cli.extract",
+    "keys": "streamtap.cli.keys",
+    "serve": "streamtap.cli.serve",
 }
 
 
@@ -37,7 +41,7 @@ class Commands(click.Group):
         """The command of that name, or None."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -114,6 +114,35 @@ def write_layer(acts: Activations, layer: int, path: Path) -> None:
     )
 
 
+def write_rows(acts: Activations, path: Path) -> None:
+    """Write all of one capture to one file, ``.safetensors`` or ``.npz``, whole or not at all.
+
+    ``residual_stream`` is [layers, rows, hidden], with ``layer_indices``, ``token_ids``, ``positions`` and ``offsets``
+    beside it. numpy has no bfloat16 of its own, so an ``.npz`` holds such rows as float32, which changes no value.
+
+    Raises:
+        MissingExtra: safetensors is not installed.
+    """
+    stacked = np.stack([acts.acts[layer] for layer in acts.layers])
+    tensors = {
+        "residual_stream": stacked,
+        "layer_indices": np.array(acts.layers, np.int32),
+        "token_ids": acts.token_ids,
+        "positions": acts.positions,
+        "offsets": acts.offsets,
+    }
+    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        if path.suffix == ".npz":
+            wide = stacked.astype(np.float32) if stacked.dtype.name == "bfloat16" else stacked
+            np.savez(draft, **(tensors | {"residual_stream": wide}))
+        else:
+            _save(draft, tensors, {"model": acts.provenance.model})
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def layer_file(layer: int) -> str:
     """Name of the file that holds ``layer``."""
     return f"layer_{layer:03d}.safetensors"

@@ -1,0 +1,1 @@
+"""The SDK: one call an endpoint, blocking and async."""

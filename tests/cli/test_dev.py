@@ -14,7 +14,13 @@ from click.testing import CliRunner
 from streamtap.cli import dev as dev_module
 from streamtap.cli.dev import dev
 
-RUN = "from streamtap.cli.dev import dev; dev()"
+# A shell that starts the tests in the background has them, and all their children, ignore Ctrl-C.
+RUN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from streamtap.cli.dev import dev
+dev()
+"""
 
 
 def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -21,12 +21,19 @@ from streamtap.settings import Settings
 
 #: Libraries that an installation has in any case, and those that an extra adds.
 LIBRARIES = {
-    "core": ("numpy", "ml_dtypes", "scipy", "scikit-learn", "threadpoolctl", "pyarrow", "safetensors", "click", "rich"),
+    "core": (
+        *("numpy", "ml_dtypes", "scipy", "scikit-learn", "threadpoolctl", "pyarrow", "safetensors", "click", "rich"),
+        *("httpx2", "orjson", "pybase64", "pydantic", "zstandard"),
+    ),
     "local": ("torch", "transformers", "tokenizers", "accelerate"),
     "demo": ("gguf",),
     "plots": ("matplotlib",),
     "hub": ("huggingface_hub", "hf_xet"),
     "stores": ("obstore",),
+    "serve": (
+        *("alembic", "fastapi", "httptools", "prometheus_client", "psycopg", "sqlalchemy", "starlette"),
+        *("tokenizers", "uvicorn"),
+    ),
 }
 
 

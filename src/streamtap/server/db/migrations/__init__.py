@@ -1,0 +1,1 @@
+"""Alembic's folder: ``env`` runs the versions on the connection that ``migrating`` hands it."""

@@ -1,0 +1,1 @@
+"""One file a change of the schema; those that were released never change."""

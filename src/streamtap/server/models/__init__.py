@@ -1,0 +1,1 @@
+"""What a gateway knows of the models that it serves, without loading one."""

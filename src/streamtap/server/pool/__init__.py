@@ -1,0 +1,1 @@
+"""The engines' processes: started when a request needs them, watched, shared, and ended."""

@@ -1,0 +1,1 @@
+"""From the engine to the client: bytes that pass through, checked on the way and never held."""

@@ -1,0 +1,1 @@
+"""``streamtap.toml``, read with the line of every fault."""

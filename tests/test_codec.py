@@ -115,6 +115,7 @@ def test_a_frame_that_says_gigabytes_is_not_unpacked() -> None:
     ("change", "message"),
     [
         ({"dtype": "int8"}, "dtype must be one of"),
+        ({"dtype": ">f4"}, "dtype must be one of"),  # bytes the other way round
         ({"original_dtype": "torch.float32"}, "original_dtype must be 'torch.bfloat16'"),
         ({"compression": "gzip"}, "compression must be 'zstd' or 'none'"),
         ({"shape": [2, 3]}, "must unpack to 12 bytes"),

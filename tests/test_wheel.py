@@ -157,10 +157,40 @@ def test_doctor_says_what_is_missing(run: Callable[[str], str]) -> None:
     """)
 
     found = json.loads(printed)
-    assert found["extras"] == {"local": False, "demo": False, "plots": False, "hub": False, "stores": False}
+    assert found["extras"] == dict.fromkeys(("local", "demo", "plots", "hub", "stores", "serve"), False)
     assert found["libraries"]["numpy"]
     assert found["libraries"]["torch"] is None
     assert [device["name"] for device in found["devices"]] == ["cpu"]
+
+
+def test_the_client_decodes_a_capture_without_torch(run: Callable[[str], str]) -> None:
+    printed = run("""
+        import httpx2, ml_dtypes, numpy as np
+        from streamtap import Client
+        from streamtap.codec import base64_chunks
+        rows = np.arange(12).reshape(1, 3, 4).astype(ml_dtypes.bfloat16)
+        answer = {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "m",
+                  "choices": [{"index": 0, "text": " x", "logprobs": None, "finish_reason": "length"}],
+                  "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+                  "activations": {"residual_stream": {
+                      "data": b"".join(base64_chunks(rows)).decode(), "dtype": "int16",
+                      "original_dtype": "torch.bfloat16", "shape": [1, 3, 4], "compression": "zstd"}}}
+        transport = httpx2.MockTransport(lambda request: httpx2.Response(200, json=answer))
+        with Client("http://127.0.0.1:1/v1", "key", transport=transport) as client:
+            done = client.complete("abc", output_residual_stream=[2])
+        print(done.text, np.array_equal(done.activations.acts[2], rows[0]))
+    """)
+
+    assert printed.split() == ["x", "True"]
+
+
+def test_serving_names_the_extra_in_one_line(clean: Path, tmp_path: Path) -> None:
+    command = [str(clean.parent / "streamtap"), "serve", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'streamtap[serve" in line
 
 
 def test_a_dataset_in_a_folder_is_read_without_torch_or_the_hub(run: Callable[[str], str]) -> None:

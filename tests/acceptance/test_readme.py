@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: They need files that the reader has; tests/cache and tests/workbench/test_export.py read such files.
 _ELSEWHERE = ("docs/cache.md", "docs/command-line.md")
+#: Its samples ask a server that the reader started.
+_SERVED = "docs/service.md"
 
 pytestmark = pytest.mark.xdist_group("demo-model")
 
@@ -24,16 +28,23 @@ def _samples() -> list[object]:
         name = page.relative_to(ROOT).as_posix()
         for number, code in enumerate(_FENCE.findall(page.read_text(encoding="utf-8"))):
             if name not in _ELSEWHERE:
-                found.append(pytest.param(code, id=f"{name}:{number}"))
+                found.append(pytest.param(name, code, id=f"{name}:{number}"))
     return found
 
 
-@pytest.mark.parametrize("code", _samples())
-def test_sample_runs(code: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("page", "code"), _samples())
+def test_sample_runs(page: str, code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    told = _address(request.getfixturevalue("demo_service")) if page == _SERVED else {}
+    command = [sys.executable, "-c", code]
+    variables = {**os.environ, **told}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)
 
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
+
+
+def _address(service: Any) -> dict[str, str]:
+    return {"ACS_API_BASE": service.base_url, "ACS_API_KEY": service.key}
 
 
 def test_readme_has_the_two_commands_and_a_sample() -> None:

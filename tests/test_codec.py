@@ -167,3 +167,41 @@ def test_values_need_not_lie_in_order() -> None:
 
     assert is_finite(values[:, ::2])
     assert not is_finite(values.T)
+
+
+NOISE = np.random.default_rng(0).standard_normal(60_000).astype(np.float32)
+F32 = {"dtype": "float32", "original_dtype": None, "compression": "zstd", "shape": NOISE.shape}
+FRAMES = {
+    "sized": zstandard.ZstdCompressor().compress(NOISE.tobytes()),
+    "checked": zstandard.ZstdCompressor(write_checksum=True).compress(NOISE.tobytes()),
+    "unsized": zstandard.ZstdCompressor(write_content_size=False).compress(NOISE.tobytes()),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_frame_of_many_pieces_is_read_whole_or_not_at_all(kind: str) -> None:
+    frame = FRAMES[kind]
+    assert len(frame) > 200_000
+    assert np.array_equal(decode(base64.b64encode(frame), **F32), NOISE)
+
+    for cut in (1, 2, 3, 4, 5, 7, 100_000, 200_000):
+        with pytest.raises(InvalidInput, match="one zstd frame"):
+            decode(base64.b64encode(frame[:-cut]), **F32)
+    for more in (b"m", b"more", bytes(70_000), frame, FRAMES["sized"]):
+        with pytest.raises(InvalidInput, match="one zstd frame"):
+            decode(base64.b64encode(frame + more), **F32)
+
+
+def test_base64_that_ends_at_the_border_of_a_piece_and_goes_on_is_refused() -> None:
+    data = base64.b64encode(FRAMES["sized"])
+
+    with pytest.raises(InvalidInput, match="in one run"):
+        decode(data[: 64 * 1024 - 4] + b"QQ==" + data[64 * 1024 :], **F32)
+
+
+def test_a_flipped_bit_of_a_checked_frame_is_seen() -> None:
+    frame = bytearray(FRAMES["checked"])
+    frame[100_000] ^= 1
+
+    with pytest.raises(InvalidInput, match="one zstd frame"):
+        decode(base64.b64encode(bytes(frame)), **F32)

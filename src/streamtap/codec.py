@@ -10,7 +10,7 @@ from __future__ import annotations
 import binascii
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +43,13 @@ _READABLE: dict[str, tuple[str, np.dtype[Any]]] = {
     "float32": ("float32", np.dtype("<f4")),
 }
 _COMPRESSIONS = (None, "none", "zstd")
+#: Characters of base64 read in one go: small enough that the piece comes from memory that is at hand already.
+_TEXT_PIECE = 64 * 1024
+#: Characters that hold a frame's header, the longest too.
+_HEAD_CHARACTERS = 24
+#: Read behind a frame that is whole: the library does not say of a stream whether its frame ended.
+_MARKER = b"."
+_MARKER_FRAME = zstandard.ZstdCompressor(write_content_size=True).compress(_MARKER)
 
 
 def frame_chunks(values: Array) -> Iterator[bytes]:
@@ -121,7 +128,7 @@ def decode(
     expected = _nbytes_of(shape, kept)
     if compression not in _COMPRESSIONS:
         raise InvalidInput("compression must be 'zstd' or 'none'.")
-    raw = _unpacked(_from_base64(data), expected) if compression == "zstd" else _from_base64(data)
+    raw = _unpacked(data, expected) if compression == "zstd" else _from_base64(data)
     if len(raw) != expected:
         raise InvalidInput(
             f"data must hold {expected} bytes for shape {list(shape)} of {kept.name}; it holds {len(raw)}."
@@ -153,19 +160,56 @@ def _nbytes_of(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _from_base64(data: str | bytes) -> bytes:
+def _from_base64(data: str | bytes | memoryview) -> bytes:
     try:
         return pybase64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidInput("data must be standard base64 without line breaks; it is not.") from error
 
 
-def _unpacked(frame: bytes, expected: int) -> bytes:
+def _frame_pieces(data: str | bytes) -> Iterator[bytes]:
+    """What base64 holds, piece by piece, and behind it the marker."""
+    text = data if isinstance(data, str) else memoryview(data)
+    for start in range(0, len(text), _TEXT_PIECE):
+        piece = _from_base64(text[start : start + _TEXT_PIECE])
+        if start + _TEXT_PIECE < len(text) and len(piece) < _TEXT_PIECE // 4 * 3:
+            raise InvalidInput("data must be standard base64 in one run; it ends and goes on.")
+        yield piece
+    yield _MARKER_FRAME
+
+
+class _Source:
+    """Pieces as a file, whatever the size that is asked for."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+
+    def read(self, _size: int = -1) -> bytes:
+        return next(self._pieces, b"")
+
+
+def _unpacked(data: str | bytes, expected: int) -> Array:
+    """The frame's content, straight into its array: a piece of the frame is all that is held beside it."""
+    said = InvalidInput(f"data must be one zstd frame of {expected} bytes, whole and alone; it is not.")
     try:
-        size = zstandard.frame_content_size(frame)
+        size = zstandard.frame_content_size(_from_base64(data[:_HEAD_CHARACTERS]))
         if size not in (-1, expected):
             raise InvalidInput(f"data must unpack to {expected} bytes, as shape and dtype say; it says {size}.")
-        # A frame may hide its size: then no more than expected is unpacked. 0 would mean no bound.
-        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected or 1, allow_extra_data=False)
+        reader = zstandard.ZstdDecompressor().stream_reader(cast("IO[bytes]", _Source(_frame_pieces(data))))
+        raw = np.empty(expected, np.uint8)
+        filled = _fill(raw, reader)
+        # What was cut short eats the marker, and what is too long stands before it.
+        is_whole = filled == expected and reader.read(len(_MARKER) + 1) == _MARKER
     except zstandard.ZstdError as error:
-        raise InvalidInput(f"data must be one zstd frame of {expected} bytes; it is not.") from error
+        raise said from error
+    if not is_whole:
+        raise said
+    raw.flags.writeable = False
+    return raw
+
+
+def _fill(raw: Array, reader: zstandard.ZstdDecompressionReader) -> int:
+    room, filled = raw.data, 0
+    while filled < len(room) and (more := reader.readinto(room[filled:])):
+        filled += more
+    return filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from streamtap.completion import Finished
 from streamtap.engines.worker import completing
+from streamtap.engines.worker.clients import Client
+from streamtap.engines.worker.flights import Flight
 from streamtap.testing.fake_completer import FakeCompleter
 
 BODY = b'{"prompt": "hello", "max_tokens": 2000, "temperature": 0%s}'
@@ -111,3 +115,20 @@ def test_a_client_that_leaves_before_its_body_is_whole_asked_for_nothing(served:
     assert served.post().status_code == 200
     assert wait_until(lambda: served.is_idle)
     assert len(served.engine.requests) == 1
+
+
+def test_nothing_of_an_answered_request_waits_for_the_collector(served: Any, wait_until: Any) -> None:
+    def held() -> int:
+        return sum(type(each) in (Flight, Client, Finished) for each in gc.get_objects())
+
+    capture = {"vllm_xargs": {"output_residual_stream": [1]}}
+    assert served.post(capture).status_code == 200
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            assert served.post(capture).status_code == 200
+        # The connection keeps its last request until the next one comes.
+        assert wait_until(lambda: held() <= 3), held()
+    finally:
+        gc.enable()

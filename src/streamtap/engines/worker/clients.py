@@ -96,8 +96,10 @@ class Client:
 
     def leave(self) -> None:
         """Watch no longer."""
-        if self._gone is not None:
-            self._gone.cancel()
+        gone, self._gone = self._gone, None
+        if gone is not None:
+            # Its end holds this client, so that to hold it too would keep both until the collector comes by.
+            gone.cancel()
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

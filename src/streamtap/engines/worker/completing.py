@@ -92,6 +92,7 @@ class Completing:
             yield flight
         finally:
             self.live.discard(flight)
+            flight.forget()
 
     async def _in_thread(self, work: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)

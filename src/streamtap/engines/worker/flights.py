@@ -55,6 +55,11 @@ class Flight:
         if cancel is not None:
             cancel()
 
+    def forget(self) -> None:
+        """Let go of the work and of what it gave: each holds the other, and the collector comes by too seldom."""
+        self._cancel = None
+        self._events.clear()
+
     def _put(self, event: Event) -> None:
         self._over = self._over or not isinstance(event, Delta)
         self._events.append(event)

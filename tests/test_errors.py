@@ -47,6 +47,16 @@ CODES = {
     "EngineOutOfMemory": "engine_out_of_memory",
     "EngineUnreachable": "upstream_unreachable",
     "FullVocabularyTooLong": "full_vocab_prompt_too_long",
+    "HarvestCapacityExceeded": "harvest_capacity_exceeded",
+    "HarvestConcurrencyExceeded": "harvest_concurrency_exceeded",
+    "HarvestDamaged": "harvest_damaged",
+    "HarvestFailed": "harvest_failed",
+    "HarvestMismatch": "harvest_mismatch",
+    "HarvestNotCancellable": "harvest_not_cancellable",
+    "HarvestNotFound": "harvest_job_not_found",
+    "HarvestQuotaExceeded": "harvest_quota_exceeded",
+    "HarvestUnavailable": "harvest_unavailable",
+    "HarvestUnsupported": "harvest_unsupported",
     "InvalidInput": "invalid_request",
     "InvalidKey": "invalid_api_key",
     "InvalidLayers": "invalid_request",
@@ -93,6 +103,10 @@ def test_only_what_may_pass_by_itself_is_retryable() -> None:
     retryable = {each.__name__ for each in CLASSES if each.retryable}
 
     assert retryable == {
+        "HarvestCapacityExceeded",
+        "HarvestConcurrencyExceeded",
+        "HarvestQuotaExceeded",
+        "HarvestUnavailable",
         "ActivationQuotaExceeded",
         "BudgetExceeded",
         "CacheBusy",

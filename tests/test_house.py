@@ -19,7 +19,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 MOST_LINES = 400
 #: The error tree is one file by law, and a class costs it four lines.
-LONG_BY_LAW = {"errors.py": 460}
+LONG_BY_LAW = {"errors.py": 510}
 MOST_FUNCTION_LINES = 40
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "core", "misc"}
 BANNED_IMPORTS = {"pickle", "cloudpickle", "joblib", "dill", "shelve", "marshal"}
@@ -32,13 +32,14 @@ HOMES = {
     "accelerate": ("engines/",),
     "alembic": ("server/db/",),
     "click": ("cli/",),
+    "datasets": ("workbench/hub_text.py",),
     "fastapi": ("server/", "testing/"),
     "gguf": ("engines/",),
     # In testing, what the local Hub needs to serve Xet, and to turn a running client to itself.
     "hf_xet": ("testing/",),
     "httptools": ("server/relaying/engine_http.py",),
     "httpx2": ("client/", "server/", "testing/"),
-    "huggingface_hub": ("engines/", "dataset/hub", "testing/"),
+    "huggingface_hub": ("engines/", "dataset/hub", "workbench/hub_text.py", "testing/"),
     "matplotlib": ("workbench/plots.py",),
     "ml_dtypes": ("",),
     "numpy": ("",),
@@ -48,6 +49,7 @@ HOMES = {
     "pybase64": ("codec.py",),
     "pydantic": ("wire/", "server/"),
     "pyarrow": ("dataset/", "workbench/prompt_files.py"),
+    "ray": ("harvest/cluster_pool.py",),
     "rich": ("cli/", "workbench/progress.py"),
     "safetensors": ("engines/", "workbench/export.py"),
     "scipy": ("probes/",),
@@ -56,18 +58,19 @@ HOMES = {
     "starlette": ("testing/", "server/", "engines/worker/"),
     "threadpoolctl": ("probes/",),
     "tokenizers": ("engines/", "testing/", "server/models/counting.py"),
-    # On demand in Activations.torch(); in testing, whose models are torch's.
-    "torch": ("activations.py", "capture/", "engines/", "testing/"),
+    # On demand in Activations.torch() and for a stream of rows; in testing, whose models are torch's.
+    "torch": ("activations.py", "capture/", "engines/", "harvest/stream.py", "testing/"),
     "transformers": ("capture/", "engines/", "testing/"),
     "uvicorn": ("testing/", "server/", "engines/worker/"),
     "zstandard": ("codec.py",),
 }
 #: Distributions whose name is not the one that is imported.
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-#: The edges: the command line, the answer to an HTTP request, and the outermost loop of an engine's thread.
+#: The edges: the command line, the answer to an HTTP request, a bulk job, and the outermost loop of an engine's thread.
 BROAD_EXCEPT_ALLOWED = (
     "cli/main.py",
     "server/surface/problems.py",
+    "server/harvests/working.py",
     "engines/worker/app.py",
     "engines/generation/generator.py",
 )

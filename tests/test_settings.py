@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from streamtap.errors import InvalidInput, SettingsError
-from streamtap.settings import Settings
+from streamtap.settings import Settings, defaults
 
 HOME = {"HOME": "/of/a/person"}
 
@@ -119,3 +120,14 @@ def test_the_key_of_an_engine_process_is_read_and_not_shown() -> None:
     assert settings.worker_key == "tell-nobody"
     assert "tell-nobody" not in repr(settings)
     assert Settings.from_environment(HOME | {"STREAMTAP_WORKER_KEY": " "}).worker_key is None
+
+
+def test_defaults_hold_for_a_block_and_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THERE", "1")
+    monkeypatch.delenv("LACKING", raising=False)
+
+    with defaults(THERE="2", LACKING="3"):
+        assert (os.environ["THERE"], os.environ["LACKING"]) == ("1", "3")
+
+    assert os.environ["THERE"] == "1"
+    assert "LACKING" not in os.environ

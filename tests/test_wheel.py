@@ -157,7 +157,9 @@ def test_doctor_says_what_is_missing(run: Callable[[str], str]) -> None:
     """)
 
     found = json.loads(printed)
-    assert found["extras"] == dict.fromkeys(("local", "demo", "plots", "hub", "stores", "serve"), False)
+    assert found["extras"] == dict.fromkeys(
+        ("local", "demo", "plots", "hub", "stores", "corpora", "ray", "serve"), False
+    )
     assert found["libraries"]["numpy"]
     assert found["libraries"]["torch"] is None
     assert [device["name"] for device in found["devices"]] == ["cpu"]

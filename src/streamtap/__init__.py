@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from streamtap.engines.opening import load_engine
     from streamtap.engines.transformers import TransformersEngine
     from streamtap.errors import StreamtapError
+    from streamtap.harvest.stream import ActivationStream
+    from streamtap.harvested.reader import HarvestedRun
     from streamtap.probes.scores import Scores
     from streamtap.spec import CaptureSpec, Prompt
     from streamtap.workbench.dataset_rows import load_activations, load_rows
     from streamtap.workbench.dataset_tensors import load_activation_dataset
+    from streamtap.workbench.from_harvest import dataset_from_harvest
     from streamtap.workbench.open_dataset import fetch_dataset_metadata
     from streamtap.workbench.probe import Probe
     from streamtap.workbench.publish import push_dataset
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationStream",
     "Activations",
     "AsyncClient",
     "CacheStore",
@@ -45,6 +49,7 @@ __all__ = [
     "Completion",
     "CompletionRequest",
     "DatasetInfo",
+    "HarvestedRun",
     "Probe",
     "Prompt",
     "Provenance",
@@ -56,6 +61,7 @@ __all__ = [
     "UnifiedCache",
     "WarmupStats",
     "__version__",
+    "dataset_from_harvest",
     "fetch_dataset_metadata",
     "load_activation_dataset",
     "load_activations",
@@ -71,6 +77,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ActivationStream": "streamtap.harvest.stream",
     "Activations": "streamtap.activations",
     "AsyncClient": "streamtap.client.aio",
     "CacheStore": "streamtap.cache.store",
@@ -79,6 +86,7 @@ _HOMES = {
     "Completion": "streamtap.completion",
     "CompletionRequest": "streamtap.completion",
     "DatasetInfo": "streamtap.dataset.inspection",
+    "HarvestedRun": "streamtap.harvested.reader",
     "Probe": "streamtap.workbench.probe",
     "Prompt": "streamtap.spec",
     "Provenance": "streamtap.activations",
@@ -89,6 +97,7 @@ _HOMES = {
     "TransformersEngine": "streamtap.engines.transformers",
     "UnifiedCache": "streamtap.workbench.unified_cache",
     "WarmupStats": "streamtap.workbench.warmup_stats",
+    "dataset_from_harvest": "streamtap.workbench.from_harvest",
     "fetch_dataset_metadata": "streamtap.workbench.open_dataset",
     "load_activation_dataset": "streamtap.workbench.dataset_tensors",
     "load_activations": "streamtap.workbench.dataset_rows",

@@ -23,11 +23,15 @@ from streamtap.errors import AccessDenied, InvalidInput, MissingExtra, TransferF
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
-    from obstore.store import ObjectStore
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    CloudStore = AzureStore | GCSStore | S3Store
 
 #: The schemes of addresses that lead here.
 SCHEMES = ("s3", "gs", "az")
 RETRY_SECONDS = 180.0
+#: Longer ones are refused by the stores themselves.
+MOST_SIGNED_SECONDS = 7 * 24 * 3600
 _RETRIES = 10
 #: What one request carries. With the number that run at once, it bounds the memory of a transfer.
 _BLOCK_BYTES = 1 << 23
@@ -103,6 +107,14 @@ class BlobStore:
                 # Some tools leave an empty object in the place of a folder.
                 yield from (_blob(meta) for meta in page if meta["path"] != folder)
 
+    def get(self, path: str) -> bytes:
+        """A whole object, for small ones.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self._read(path, {}, None)[0]
+
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         """Bytes [start, stop) of an object; fewer where it ends before.
 
@@ -162,13 +174,36 @@ class BlobStore:
         except FileNotFoundError:
             return
 
+    def sign(self, path: str, expires_seconds: float) -> str:
+        """A link by which anybody may read an object, whether it is there yet or not, until so many seconds from now.
+
+        It is made on this machine, and whoever has it needs no key: it belongs in no log.
+
+        Raises:
+            InvalidInput: no time, or more than the 7 days that stores allow.
+        """
+        if not 1 <= expires_seconds <= MOST_SIGNED_SECONDS:
+            raise InvalidInput(
+                f"a signed link lasts from one second to 7 days ({MOST_SIGNED_SECONDS} s); got {expires_seconds}."
+            )
+        with self._asking("signing a link to", path):
+            from obstore import sign
+
+            return sign(self._store, "GET", path, timedelta(seconds=expires_seconds))
+
     @cached_property
-    def _store(self) -> ObjectStore:
+    def _store(self) -> CloudStore:
+        from obstore.exceptions import BaseError
         from obstore.store import AzureStore, GCSStore, S3Store
 
         made: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._scheme]
         retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=self._retry_seconds)}
-        store: ObjectStore = made(self._bucket, prefix=self._prefix or None, retry_config=retries)
+        try:
+            store: CloudStore = made(self._bucket, prefix=self._prefix or None, retry_config=retries)
+        except BaseError as error:
+            # Nothing was asked of a server, and to ask again would not help.
+            reason = _reason(str(error).partition("\n\nDebug source")[0], 0)
+            raise InvalidInput(f"{self.url} cannot be opened with what the environment says: {reason}.") from None
         return store
 
     def _read(self, path: str, options: GetOptions, etag: str | None) -> tuple[bytes, ObjectMeta]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import binascii
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any, cast
 
 import ml_dtypes
@@ -93,6 +94,26 @@ def _dense_parts(values: Array) -> Iterable[Array]:
     if values.flags.c_contiguous or values.ndim < 2:
         return [np.ascontiguousarray(values)]
     return map(np.ascontiguousarray, values)
+
+
+def compress_file(source: Path, target: Path) -> None:
+    """Write ``target``, one zstd frame of what ``source`` holds; a few MB are held."""
+    with source.open("rb") as raw, target.open("wb") as packed:
+        zstandard.ZstdCompressor(level=LEVEL).copy_stream(raw, packed, size=source.stat().st_size)
+
+
+def decompressed(packed: bytes | memoryview, name: str, *, most_bytes: int | None = None) -> bytes:
+    """What the one zstd frame of a file holds; all of it is held.
+
+    Raises:
+        InvalidInput: it is no such frame, or says that it holds more than ``most_bytes``.
+    """
+    try:
+        if most_bytes is not None and zstandard.frame_content_size(packed) > most_bytes:
+            raise InvalidInput(f"{name} unpacks to more than the {most_bytes} bytes that it may have.")
+        return zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"{name} is not one zstd frame that says its size.") from error
 
 
 def _check_writable(values: Array) -> None:

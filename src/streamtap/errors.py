@@ -21,7 +21,8 @@
     │   ├── UnsupportedSite            a site other than a block's output
     │   ├── ActivationsUnsupported     a model without an engine for activations
     │   ├── SteeringUnsupported        a steering vector that this engine cannot apply
-    │   └── ChatUnsupported            chat completions, which have no defined positions
+    │   ├── ChatUnsupported            chat completions, which have no defined positions
+    │   └── HarvestUnsupported         a model without an engine for bulk harvests
     ├── CaptureMissed                  a capture that is not whole, or not finite
     ├── EngineOutOfMemory              one prompt alone does not fit the device
     ├── MissingExtra (ImportError)     an optional dependency is not installed
@@ -44,19 +45,28 @@
     │   ├── KeyDisabled                paused, or not yet in use
     │   └── ScopeDenied                a key without the scope that this needs
     ├── NotFound (LookupError)         no such address
+    │   └── HarvestNotFound            no such job, or none of this key's
+    ├── HarvestNotCancellable          a job that is over
+    ├── HarvestFailed                  a job that ended without its files
+    ├── HarvestDamaged                 files of a run that do not fit its manifest
+    ├── HarvestMismatch                a place that holds another run
     ├── MethodNotAllowed
     ├── RequestTooLarge
     ├── LimitReached                   a limit of the server; ``retry_after_seconds`` says when to come back
     │   ├── QueueFull
     │   ├── RateLimited
     │   ├── BudgetExceeded             tokens of the day or month
-    │   └── ActivationQuotaExceeded    captures of the month
+    │   ├── ActivationQuotaExceeded    captures of the month
+    │   ├── HarvestQuotaExceeded       harvests of the month
+    │   ├── HarvestConcurrencyExceeded the key runs as many at once as it may
+    │   └── HarvestCapacityExceeded    all keys together do
     ├── EngineFailed                   the process that runs the model
     │   ├── EngineUnreachable
     │   └── EngineDead                 it ended in the middle of the request
     └── NotServing                     a server that will serve this later
         ├── CircuitOpen                the engine failed too often just now
         ├── ColdStart                  the engine was not ready in time
+        ├── HarvestUnavailable         nothing takes jobs just now
         └── ServerRestarting
 
 Each class has a stable ``code`` for programs and ``retryable``, which says whether the
@@ -291,6 +301,12 @@ class ChatUnsupported(Unsupported):
     code = "chat_completions_unsupported"
 
 
+class HarvestUnsupported(Unsupported):
+    """The model has no engine for bulk harvests; the message says which models have."""
+
+    code = "harvest_unsupported"
+
+
 class KeyRefused(StreamtapError):
     """An API key that the server does not take; no text holds the key."""
 
@@ -329,6 +345,36 @@ class NotFound(StreamtapError, LookupError):
     """The server has nothing at that address."""
 
     code = "not_found"
+
+
+class HarvestNotFound(NotFound):
+    """No job of that id, or one of another key."""
+
+    code = "harvest_job_not_found"
+
+
+class HarvestNotCancellable(StreamtapError):
+    """The job is over already; its state does not change any more."""
+
+    code = "harvest_not_cancellable"
+
+
+class HarvestFailed(StreamtapError):
+    """The job ended without its files: it failed, or was cancelled."""
+
+    code = "harvest_failed"
+
+
+class HarvestDamaged(StreamtapError):
+    """Files of a harvest that do not fit what its manifest says; the message names the first."""
+
+    code = "harvest_damaged"
+
+
+class HarvestMismatch(StreamtapError):
+    """The place holds a run of other prompts, layers or model; the message says what differs."""
+
+    code = "harvest_mismatch"
 
 
 class MethodNotAllowed(StreamtapError):
@@ -374,6 +420,24 @@ class ActivationQuotaExceeded(LimitReached):
     code = "activation_quota_exceeded"
 
 
+class HarvestQuotaExceeded(LimitReached):
+    """The harvests of this month are used up; the message says used/limit."""
+
+    code = "harvest_quota_exceeded"
+
+
+class HarvestConcurrencyExceeded(LimitReached):
+    """The key has as many harvests of this lane under way as it may."""
+
+    code = "harvest_concurrency_exceeded"
+
+
+class HarvestCapacityExceeded(LimitReached):
+    """All keys together have as many harvests of large models under way as there may be."""
+
+    code = "harvest_capacity_exceeded"
+
+
 class EngineFailed(StreamtapError):
     """The engine's process answered with an error of its own."""
 
@@ -410,6 +474,12 @@ class ColdStart(NotServing):
     """The engine was not ready in time; it goes on starting."""
 
     code = "modal_cold_boot"
+
+
+class HarvestUnavailable(NotServing):
+    """Nothing takes harvest jobs just now."""
+
+    code = "harvest_unavailable"
 
 
 class ServerRestarting(NotServing):

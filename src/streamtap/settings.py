@@ -19,7 +19,8 @@ module that looks at the environment:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -94,6 +95,18 @@ class Settings:
 def child_environment(**added: str) -> dict[str, str]:
     """This process's environment and ``added``, for a process that it starts."""
     return {**os.environ, **added}
+
+
+@contextmanager
+def defaults(**values: str) -> Iterator[None]:
+    """For the length of a block, give variables values where they have none, for a library that reads them itself."""
+    lacking = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(lacking)
+    try:
+        yield
+    finally:
+        for name in lacking:
+            os.environ.pop(name, None)
 
 
 def _address(env: Mapping[str, str], variable: str) -> str:

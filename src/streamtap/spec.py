@@ -118,6 +118,29 @@ def as_prompts(values: Sequence[PromptLike]) -> list[Prompt]:
     return [Prompt.of(value, index) for index, value in enumerate(listed)]
 
 
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Directions, unit length, that rows are multiplied with: float32 [directions, hidden]; the engine does it."""
+
+    directions: NDArray[np.float32]
+
+    @classmethod
+    def onto(cls, directions: Any) -> Projection:
+        """From directions [directions, hidden] of any length but zero; they are scaled to unit length in float64.
+
+        Raises:
+            InvalidInput: not such an array, or a row that is zero or not finite.
+        """
+        wide = np.asarray(directions, np.float64)
+        if wide.ndim != 2 or not wide.size:
+            raise InvalidInput(f"directions must be [directions, hidden]; got shape {list(wide.shape)}.")
+        lengths = np.linalg.norm(wide, axis=1)
+        bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
+        if len(bad):
+            raise InvalidInput(f"direction {int(bad[0])} is zero or not finite, so that it has no direction.")
+        return cls((wide / lengths[:, None]).astype(np.float32))
+
+
 @dataclass(frozen=True)
 class CaptureSpec:
     """What to keep of each prompt's forward pass.
@@ -138,6 +161,8 @@ class CaptureSpec:
         logits: ``"last"`` or ``"all"`` positions' logits, or None.
         logit_top_k: Keep only the k largest logits, with their ids.
         site: Only ``"block_output"``: the residual stream after a block, before the final norm.
+        dtype: ``"bfloat16"`` or ``"float32"`` of the rows that are handed out; None keeps the model's.
+        projection: Hand out each row's products with these directions in float32, instead of the row.
 
     Raises:
         InvalidInput: a value that means nothing.
@@ -156,6 +181,8 @@ class CaptureSpec:
     logits: Literal["last", "all"] | None = None
     logit_top_k: int | None = None
     site: str = "block_output"
+    dtype: Literal["bfloat16", "float32"] | None = None
+    projection: Projection | None = None
 
     def __post_init__(self) -> None:
         """Check each value once."""
@@ -166,6 +193,10 @@ class CaptureSpec:
                 f"site {self.site!r} is not offered: it is not the same quantity in every model family. "
                 "Streamtap captures 'block_output', the residual stream after a block."
             )
+        if self.dtype not in (None, "bfloat16", "float32"):
+            raise InvalidInput(f"dtype must be 'bfloat16', 'float32' or None; got {self.dtype!r}.")
+        if self.projection is not None and self.dtype == "bfloat16":
+            raise InvalidInput("products with directions are float32; leave dtype out.")
         if self.truncate not in (None, "left", "right"):
             raise InvalidInput(f"truncate must be 'left', 'right' or None; got {self.truncate!r}.")
         if self.logits not in (None, "last", "all"):

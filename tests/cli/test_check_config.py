@@ -82,6 +82,7 @@ def test_it_says_what_would_be_done(tmp_path: Path, file: Path) -> None:
         "facts config and tokenizer are fetched from the Hub at the first start",
         "when idle stops after 900 s",
         "monthly_activations 5000",
+        "keep_days 30",
         "max_body_bytes 52428800",
         "deadline_seconds 840",
         "daily_input_tokens 0",

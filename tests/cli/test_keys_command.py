@@ -40,6 +40,8 @@ def test_a_key_is_made_and_shown_once(folder: Path) -> None:
         "completions,harvest",
         "--monthly-activations",
         "5000",
+        "--monthly-harvests",
+        "7",
     ).stdout
 
     secret = shown.splitlines()[0]
@@ -49,7 +51,7 @@ def test_a_key_is_made_and_shown_once(folder: Path) -> None:
         key = known_key(connection, secret)
     database.close()
     assert (key.name, key.user, key.scopes) == ("ada", "ada@lab", ("completions", "harvest"))
-    assert key.limits.monthly_activations == 5000
+    assert (key.limits.monthly_activations, key.limits.monthly_harvests) == (5000, 7)
     table, entries = _run("list").stdout, _run("list", "--json").stdout
     assert secret not in table + entries
     assert key.prefix in table

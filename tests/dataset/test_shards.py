@@ -150,7 +150,7 @@ def test_more_and_fewer_rows_than_announced_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_name_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="tensor t is complex64; a shard holds float64, float32"):
+    with pytest.raises(InvalidInput, match="tensor t is complex64; a file holds float64, float32"):
         ShardWriter(tmp_path / "x", {"t": (np.dtype(np.complex64), (1, 3))})
     assert not (tmp_path / "x").exists()
 

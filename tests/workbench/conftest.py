@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from streamtap.harvest.asked import HarvestAsk
+from streamtap.harvest.plan import read_prompts
+from streamtap.harvest.run import run_harvest
+from streamtap.harvested.folder_place import FolderPlace
+from streamtap.harvested.reader import HarvestedRun
 from streamtap.testing.fake_engine import FakeEngine
 from streamtap.workbench.publish import push_dataset
 from streamtap.workbench.pull import pull_dataset
@@ -55,6 +60,13 @@ class Bench:
     def pull(self, where: str | Path = "set", folder: str = "pulled", **options: Any) -> int:
         """Pull into the cache ``folder``."""
         return pull_dataset(self.root / where, cache_dir=self.root / folder, show_progress=False, **options)
+
+    def harvest(self, prompts: Sequence[Any], engine: Any = None, where: str = "run", **asked: Any) -> HarvestedRun:
+        """A harvest of ``prompts`` in the folder ``where``."""
+        model, ask = self.engine() if engine is None else engine, HarvestAsk(**{"layers": "all", **asked})
+        tokens = read_prompts(prompts, model.tokenizer, add_special_tokens=ask.add_special_tokens)
+        run_harvest(model, tokens, FolderPlace(self.root / where), ask, spool=self.root / "spool" / where)
+        return HarvestedRun.open(self.root / where)
 
     def sample(self, name: str) -> Path:
         """A copy of a dataset that another library wrote."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from streamtap.capture.blocks import find_blocks
 from streamtap.capture.hooks import reading
+from streamtap.capture.narrowing import Narrowing
 from streamtap.capture.recorder import PassLayout, Recorder
 
 TokenIds = NDArray[np.int32]
@@ -67,15 +68,16 @@ class Forward:
         *,
         head: bool = False,
         states: Any = None,
+        narrow: Narrowing | None = None,
     ) -> PassOutput:
         """One pass over ``sequences`` of int32 [tokens], after what ``states`` already holds.
 
-        Without ``head`` it stops behind the last of ``layers``.
+        Without ``head`` it stops behind the last of ``layers``; ``narrow`` as in ``Recorder``.
 
         Raises:
             CaptureMissed: a layer did not come whole and finite.
         """
-        recorder = Recorder(layout, layers, self.blocks.hidden, pooling)
+        recorder = Recorder(layout, layers, self.blocks.hidden, pooling, narrow)
         watched = {layer: self.blocks.modules[layer] for layer in layers}
         stop_after = None if head or not layers else max(layers)
         arguments = {"use_cache": False} if states is None else {str(self._state_argument): states, "use_cache": True}

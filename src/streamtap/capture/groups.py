@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streamtap.capture.forward import Forward
 from streamtap.capture.head import Head, HeadRows
+from streamtap.capture.narrowing import Narrowing
 from streamtap.capture.recorder import REDUCED, PassLayout
 from streamtap.pooling import ONE_TOKEN
 
@@ -36,6 +37,12 @@ class Ask:
     nll: bool = False
     logits: str | None = None
     top_k: int | None = None
+    narrow: Narrowing | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether pooling needs whole rows of every chosen position, prefix and tail together."""
+        return self.pooling in REDUCED
 
     @property
     def head(self) -> bool:
@@ -77,7 +84,8 @@ def run_prefix(forward: Forward, head: Head | None, sequences: Sequence[TokenRun
     wanted = np.unique(np.concatenate([_before(picked(each.chosen, ask.pooling), tokens) for each in sequences]))
     layout = PassLayout((tokens,), (wanted.astype(np.int32),), (sequences[0].name,))
     states = forward.new_states()
-    output = forward.run([ids], layout, ask.layers, "none", head=ask.head, states=states)
+    narrow = None if ask.reduces else ask.narrow
+    output = forward.run([ids], layout, ask.layers, "none", head=ask.head, states=states, narrow=narrow)
     head_rows = last = None
     if head is not None and output.normed is not None:
         last = output.normed[:, -1:]
@@ -101,11 +109,11 @@ def run_batch(
         start,
     )
     states = forward.repeated(prefix.states, len(sequences)) if prefix else None
-    output = forward.run(tails, layout, ask.layers, ask.pooling, head=ask.head, states=states)
+    output = forward.run(tails, layout, ask.layers, ask.pooling, head=ask.head, states=states, narrow=ask.narrow)
     rows = _stacked(output.rows, ask.layers)
-    if ask.pooling in REDUCED:
+    if ask.reduces:
         counts, positions = np.ones(len(sequences), np.int64), np.full(len(sequences), -1, np.int32)
-        rows = rows if rows is None else _reduced(rows, chosen, prefix, ask.pooling, output.dtype)
+        rows = rows if rows is None else _reduced(rows, chosen, prefix, ask, output.dtype)
     else:
         counts = np.array([len(each) for each in chosen], np.int64)
         positions = np.concatenate(chosen).astype(np.int32)
@@ -153,17 +161,18 @@ def _reduced(
     rows: torch.Tensor,
     chosen: Sequence[NDArray[np.int32]],
     prefix: Prefix | None,
-    pooling: str,
+    ask: Ask,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Sums or maxima of tails [layers, prompts, hidden], with the prefix's, to means or maxima in the model's dtype."""
+    """Sums or maxima of tails [layers, prompts, hidden], with the prefix's, to means or maxima."""
+    pooling = ask.pooling
     if prefix is not None and prefix.rows is not None and prefix.rows.shape[1]:
         shared = torch.stack([_reduce_shared(prefix, each, pooling, rows.dtype) for each in chosen], dim=1)
         rows = torch.maximum(rows, shared) if pooling == "max" else rows + shared
-    if pooling == "max":
-        return rows.to(dtype)
-    counts = torch.tensor([len(each) for each in chosen], dtype=rows.dtype)
-    return (rows / counts[None, :, None]).to(dtype)
+    if pooling != "max":
+        rows = rows / torch.tensor([len(each) for each in chosen], dtype=rows.dtype)[None, :, None]
+    rows = rows.to(dtype)
+    return rows if ask.narrow is None else ask.narrow(rows)
 
 
 def _reduce_shared(prefix: Prefix, positions: NDArray[np.int32], pooling: str, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from streamtap.capture.arrays import stack_on_host
+from streamtap.capture.narrowing import Narrowing
 from streamtap.errors import CaptureMissed
 
 #: Poolings that need every chosen row of the pass; the others pick one row each beforehand.
@@ -57,12 +58,16 @@ class PassLayout:
 
 @dataclass
 class Recorder:
-    """Reads one pass: rows [rows, hidden] per layer, or sums and maxima [batch, hidden] where pooling reduces."""
+    """Reads one pass: rows [rows, hidden] per layer, or sums and maxima [batch, hidden] where pooling reduces.
+
+    ``narrow`` is what becomes of rows before they are copied; not of sums and maxima, which are not whole yet.
+    """
 
     layout: PassLayout
     layers: Sequence[int]
     hidden: int
     pooling: str
+    narrow: Narrowing | None = None
     dtype: torch.dtype = torch.float32
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
     _norms: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -104,7 +109,8 @@ class Recorder:
     def _take(self, stream: torch.Tensor) -> torch.Tensor:
         if self.pooling not in REDUCED:
             places = self._device_copy(self.layout.flat_rows, stream.device)
-            return stream.reshape(-1, self.hidden).index_select(0, places)
+            rows = stream.reshape(-1, self.hidden).index_select(0, places)
+            return rows if self.narrow is None else self.narrow(rows)
         mask = self._device_copy(self.layout.chosen_mask, stream.device).unsqueeze(-1)
         if self.pooling == "max":
             return torch.where(mask, stream, float("-inf")).amax(dim=1)

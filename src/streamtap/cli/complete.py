@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from streamtap.cli.notice import announce_unpacking
+from streamtap.cli.options import with_options
 from streamtap.cli.text import counted
 from streamtap.errors import InvalidInput
 
@@ -55,15 +56,9 @@ _STEERING = (
 )
 
 
-def _options(command: Any) -> Any:
-    for option in reversed([*_WHERE, *_SAMPLING, *_ROWS, *_STEERING]):
-        command = option(command)
-    return command
-
-
 @click.command()
 @click.argument("text")
-@_options
+@with_options(_WHERE, _SAMPLING, _ROWS, _STEERING)
 def complete(
     text: str,
     stream: bool,

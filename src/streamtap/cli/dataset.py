@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamtap.cli.options import with_options
 from streamtap.cli.text import columns, counted, number_ranges, show, size
 
 if TYPE_CHECKING:
@@ -24,12 +25,15 @@ _refresh = click.option("--refresh", is_flag=True, help="Ask for the newest vers
 _layers = click.option("--layers", help="16, 8-20 or 4,8,20-24; else all that are there.")
 _cache_dir = click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the cached activations.")
 
-_WHAT = (
-    click.option("--model", default="demo", show_default=True, help="The model, as it was named when it was run."),
+_COLUMNS = (
     click.option("--format", "file_format", type=click.Choice(("text", "jsonl", "csv", "tsv", "parquet"))),
     click.option("--column", help="Where the prompts are in JSONL, CSV, TSV or Parquet."),
     click.option("--label-column", help="Where the labels are."),
     click.option("--metadata-columns", help="Other columns to publish, with commas between them."),
+)
+_WHAT = (
+    click.option("--model", default="demo", show_default=True, help="The model, as it was named when it was run."),
+    *_COLUMNS,
     click.option("--limit", type=click.IntRange(min=1), help="Only the first so many prompts."),
     click.option("--tensors", help="hidden_layers, logits_topk, or both with a comma; else what the cache has."),
     click.option("--skip-missing", is_flag=True, help="Leave out prompts that the cache lacks."),
@@ -50,25 +54,18 @@ _WHICH = (
     click.option("--logit-top-k", type=click.IntRange(min=1), help="Size of the logits."),
     _cache_dir,
 )
+_shuffle = click.option(
+    "--shuffle/--no-shuffle", default=True, show_default=True, help="Spread the prompts over the shards."
+)
 _HOW = (
     click.option("--description", help="First words of the dataset card."),
     click.option("--license", "license_name", default="cc-by-4.0", show_default=True, help="The Hub's identifier."),
     click.option("--private/--public", default=None, help="Visibility on the Hub; else its default."),
     click.option("--replace", is_flag=True, help="Replace another dataset that is there."),
-    click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Spread the prompts over the shards."),
     click.option("--stream", is_flag=True, help="Send each shard as soon as it is packed, and remove it here."),
     click.option("--shard-max-bytes", default="1GiB", show_default=True, help="Size of a shard file: 300MB, 1GiB, …"),
     _endpoint,
 )
-
-
-def _options(*groups: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
-    def dress(command: Any) -> Any:
-        for option in reversed([option for group in groups for option in group]):
-            command = option(command)
-        return command
-
-    return dress
 
 
 @click.group()
@@ -83,7 +80,7 @@ def dataset() -> None:
 @dataset.command()
 @click.argument("name")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@_options(_WHAT, _WHICH, _HOW)
+@with_options(_WHAT, _WHICH, (_shuffle,), _HOW)
 def push(name: str, file: Path, **asked: Any) -> None:
     """Publish what the cache holds of the prompts in FILE as the dataset NAME.
 
@@ -103,6 +100,54 @@ def push(name: str, file: Path, **asked: Any) -> None:
         labels=labels,
         metadata=metadata,
         tensors=_listed(asked.pop("tensors")),
+        shard_max_bytes=_bytes(asked.pop("shard_max_bytes")),
+        exist_ok=asked.pop("replace"),
+        license=asked.pop("license_name"),
+        **asked,
+    )
+    click.echo(url)
+
+
+@dataset.command("from-harvest")
+@click.argument("run")
+@click.option(
+    "--repo", "name", required=True, help="user/name, a folder (./name), or an s3://, gs:// or az:// address."
+)
+@click.option("--model", help="What the harvested model is called here, for its tokenizer; else as the harvest does.")
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The file that was harvested, for its texts, labels and other columns.",
+)
+@with_options(_COLUMNS, (_layers,))
+@click.option("--shuffle", is_flag=True, help="Spread the prompts over the shards, instead of in their order.")
+@with_options(_HOW)
+def from_harvest(run: str, name: str, file: Path | None, **asked: Any) -> None:
+    """Publish the harvest in RUN, a folder or an s3://, gs:// or az:// address, as the dataset that --repo names.
+
+    A harvest keeps tokens and no texts: they are read off the tokens, or taken from the file of --prompts, and each is
+    compared with its tokens.
+    """
+    from streamtap.workbench.from_harvest import dataset_from_harvest
+    from streamtap.workbench.prompt_files import read_prompts
+
+    reading = {key: asked.pop(key) for key in ("file_format", "column", "label_column", "metadata_columns")}
+    prompts, labels, metadata = None, None, None
+    if file is not None:
+        kind = reading["file_format"]
+        prompts = read_prompts(file, file_format=kind, column=reading["column"])
+        labels, metadata = _beside(file, reading["label_column"], reading["metadata_columns"], kind, None)
+    elif given := [key for key, value in reading.items() if value]:
+        raise click.UsageError(
+            f"--{given[0].removeprefix('file_').replace('_', '-')} tells of a file; name it with --prompts."
+        )
+    url = dataset_from_harvest(
+        run,
+        name,
+        prompts,
+        labels=labels,
+        metadata=metadata,
         shard_max_bytes=_bytes(asked.pop("shard_max_bytes")),
         exist_ok=asked.pop("replace"),
         license=asked.pop("license_name"),

@@ -30,6 +30,8 @@ LIBRARIES = {
     "plots": ("matplotlib",),
     "hub": ("huggingface_hub", "hf_xet"),
     "stores": ("obstore",),
+    "corpora": ("datasets",),
+    "ray": ("ray",),
     "serve": (
         *("alembic", "fastapi", "httptools", "prometheus_client", "psycopg", "sqlalchemy", "starlette"),
         *("tokenizers", "uvicorn"),

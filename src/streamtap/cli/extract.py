@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from streamtap.cli.notice import announce_unpacking, waiting
-from streamtap.cli.text import columns, counted, number_ranges, show, size
+from streamtap.cli.options import with_options
+from streamtap.cli.text import as_positions, columns, counted, number_ranges, show, size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,18 +66,9 @@ _FILES = (
 )
 
 
-def _options(*groups: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
-    def dress(command: Any) -> Any:
-        for option in reversed([option for group in groups for option in group]):
-            command = option(command)
-        return command
-
-    return dress
-
-
 @click.command()
 @click.argument("file")
-@_options(_FILES, _WHAT, _HOW)
+@with_options(_FILES, _WHAT, _HOW)
 def extract(
     file: str,
     file_format: str | None,
@@ -118,18 +110,13 @@ def _open_cache(
     return UnifiedCache(
         pooling=pooling,
         cache_pooled=pooling != "none",
-        positions=_positions(positions),
+        positions=as_positions(positions),
         compute_perplexity=perplexity,
         cache_logits=logits is not None,
         logit_positions=logits or "last",
         logit_top_k=top_k,
         **same,
     )
-
-
-def _positions(text: str) -> str | list[int]:
-    pieces = [piece.strip() for piece in text.split(",")]
-    return [int(piece) for piece in pieces] if all(piece.lstrip("-").isdecimal() for piece in pieces) else text
 
 
 def _run(cache: UnifiedCache, prompts: list[Prompt], name: str) -> None:

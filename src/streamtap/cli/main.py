@@ -25,6 +25,7 @@ COMMANDS = {
     "dev": "streamtap.cli.dev",
     "doctor": "streamtap.cli.doctor",
     "extract": "streamtap.cli.extract",
+    "harvest": "streamtap.cli.harvest",
     "keys": "streamtap.cli.keys",
     "serve": "streamtap.cli.serve",
 }
@@ -72,7 +73,7 @@ def _show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, StreamtapError):
-        return " ".join(str(error).split())
+        return " ".join(" ".join([str(error), *getattr(error, "__notes__", ())]).split())
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     # Not one of ours, so it is our fault; its message may hold a prompt, and is shown only when asked for.

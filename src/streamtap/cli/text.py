@@ -38,6 +38,12 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def as_positions(text: str) -> str | list[int]:
+    """``0,3,-1`` as numbers; any other spec as it is."""
+    pieces = [piece.strip() for piece in text.split(",")]
+    return [int(piece) for piece in pieces] if all(piece.lstrip("-").isdecimal() for piece in pieces) else text
+
+
 def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
     """Rows of cells as lines with aligned columns; those numbered in ``right`` end at one place."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

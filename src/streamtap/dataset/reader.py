@@ -16,8 +16,9 @@ from streamtap.dataset.index import Footer, IndexFile, Places, read_footer
 from streamtap.dataset.manifest import Hidden, Logits, Manifest
 from streamtap.dataset.names import INDEX, LOGIT_IDS, LOGIT_VALUES, hidden_key
 from streamtap.dataset.places import Advance, Source, no_advance
-from streamtap.dataset.shards import LENGTH_BYTES, Tensor, header_bytes, parse_header, read_header, read_into
+from streamtap.dataset.shards import Tensor, header_bytes, parse_header, read_header, read_into
 from streamtap.errors import DatasetDamaged, NotInDataset
+from streamtap.tensor_file import LENGTH_BYTES
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]

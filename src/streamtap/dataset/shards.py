@@ -1,40 +1,25 @@
-"""Shard files: safetensors, written as rows come and read by the row.
-
-Ours because rows must be written and hashed in pieces, and found without fetching a file; the layout is the safetensors
-specification's: an 8-byte little-endian header length, a JSON header, and dense little-endian tensors.
-"""
+"""Shard files: safetensors of rows, written and hashed as they come, and read by the row."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from streamtap import tensor_file
 from streamtap.dataset.manifest import FileSum
 from streamtap.errors import DatasetDamaged, InvalidInput
+from streamtap.tensor_file import LENGTH_BYTES, make_header
 
 Array = NDArray[Any]
 #: Tensor name to dtype and shape [rows, width].
 Shapes = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
-
-LENGTH_BYTES = 8
-# The specification's own bound.
-_MOST_HEADER_BYTES = 100_000_000
-_NAMES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, tensors: Shapes) -> None:
-        header = make_header(tensors)
+        header, _ = make_header(tensors)
         self._left = [(np.dtype(dtype), shape[1], shape[0]) for dtype, shape in tensors.values()]
         self._sum = hashlib.sha256()
         self._size_bytes = 0
@@ -116,35 +101,14 @@ class ShardWriter:
             data = data[self._file.write(data) :]
 
 
-def make_header(tensors: Shapes) -> bytes:
-    """The length and header of a shard file.
-
-    Raises:
-        InvalidInput: a dtype that the format has no name for.
-    """
-    names = {dtype: name for name, dtype in _NAMES.items()}
-    entries, start = {}, 0
-    for key, (dtype, shape) in tensors.items():
-        if dtype not in names:
-            raise InvalidInput(f"tensor {key} is {dtype}; a shard holds {', '.join(map(str, names))}.")
-        stop = start + int(np.prod(shape)) * dtype.itemsize
-        entries[key] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)  # so that the tensors are aligned
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
 def header_bytes(length: bytes, name: str) -> int:
     """Length of the header, from a file's first 8 bytes.
 
     Raises:
         DatasetDamaged: no safetensors file.
     """
-    size = int.from_bytes(length, "little")
-    if len(length) != LENGTH_BYTES or not 2 <= size <= _MOST_HEADER_BYTES:
-        raise DatasetDamaged(f"{name} is not a safetensors file.")
-    return size
+    with _damage_is_said():
+        return tensor_file.header_bytes(length, name)
 
 
 def parse_header(text: bytes, name: str) -> dict[str, Tensor]:
@@ -153,12 +117,19 @@ def parse_header(text: bytes, name: str) -> dict[str, Tensor]:
     Raises:
         DatasetDamaged: a header that means nothing, or tensors of a dtype or shape that rows cannot have.
     """
-    base = LENGTH_BYTES + len(text)
+    with _damage_is_said():
+        places = tensor_file.parse_header(text, name)[0]
+    if any(len(place.shape) != 2 for place in places.values()):
+        raise DatasetDamaged(f"the header of {name} is damaged (shape).")
+    return {key: Tensor(place.dtype, place.shape[0], place.shape[1], place.start) for key, place in places.items()}
+
+
+@contextmanager
+def _damage_is_said() -> Iterator[None]:
     try:
-        entries = json.loads(text)
-        return {key: _tensor(each, base) for key, each in entries.items() if key != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DatasetDamaged(f"the header of {name} is damaged ({type(error).__name__}).") from error
+        yield
+    except InvalidInput as error:
+        raise DatasetDamaged(str(error)) from error
 
 
 def read_header(path: Path, name: str) -> dict[str, Tensor]:
@@ -203,14 +174,3 @@ def _read_run(path: Path, start: int, out: Array) -> None:
 
 def _mapped(path: Path, tensor: Tensor) -> Array:
     return np.memmap(path, tensor.dtype, "r", tensor.start, (tensor.rows, tensor.width))
-
-
-def _tensor(entry: Mapping[str, Any], base: int) -> Tensor:
-    start, stop = entry["data_offsets"]
-    shape = entry["shape"]
-    if len(shape) != 2 or min(*shape, start) < 0:
-        raise ValueError("no rows")
-    tensor = Tensor(_NAMES[entry["dtype"]], int(shape[0]), int(shape[1]), base + int(start))
-    if tensor.stop != base + int(stop):
-        raise ValueError("offsets that do not fit the shape")
-    return tensor

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamtap.engines.turns import role_positions
-from streamtap.errors import EmptyPrompt, InvalidPositions, InvalidPrompt, PromptTooLong
+from streamtap.errors import EmptyPrompt, InvalidInput, InvalidPositions, InvalidPrompt, PromptTooLong
 from streamtap.positions import ROLE, choose_positions, is_own_to_prompt
 from streamtap.spec import CaptureSpec, Prompt
 
@@ -47,15 +47,19 @@ class PromptTokenizer:
         known = set(special_ids) | set(getattr(tokenizer, "all_special_ids", ()) or ())
         self.special_ids = np.array(sorted(known), np.int32)
 
-    def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int = 0) -> list[Tokens]:
+    def encode(
+        self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int = 0, *, special_tokens: bool = True
+    ) -> list[Tokens]:
         """Tokenise ``prompts``; the first one is number ``first_index`` in errors.
+
+        ``special_tokens`` is whether text gets a BOS and the like; a chat's template writes its own.
 
         Raises:
             EmptyPrompt: a prompt has no token.
             PromptTooLong: one has more than the context and ``spec.truncate`` is None.
             InvalidPrompt: an id is outside the vocabulary, or there is no tokenizer or template.
         """
-        ids = self._ids(prompts, spec, first_index)
+        ids = self._ids(prompts, spec, first_index, special_tokens)
         self._warn_of_double_bos(prompts, ids, first_index)
         pairs = enumerate(zip(prompts, ids, strict=True), first_index)
         return [self._finish(prompt, each, spec, index) for index, (prompt, each) in pairs]
@@ -81,12 +85,26 @@ class PromptTokenizer:
         self._check_vocabulary(ids, index)
         return ids.astype(np.int32)
 
-    def _ids(self, prompts: Sequence[Prompt], spec: CaptureSpec, first: int) -> list[NDArray[np.int64]]:
+    def text_of(self, token_ids: NDArray[np.int32], *, special_tokens: bool) -> str:
+        """What token ids say, special tokens written out or left out.
+
+        Raises:
+            InvalidInput: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InvalidInput("there is no tokenizer to say what token ids mean; bring the model's.")
+        return str(
+            self.tokenizer.decode(
+                token_ids.tolist(), skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _ids(self, prompts: Sequence[Prompt], spec: CaptureSpec, first: int, special: bool) -> list[NDArray[np.int64]]:
         found: list[Any] = [prompt.token_ids for prompt in prompts]
         texts = [i for i, prompt in enumerate(prompts) if prompt.text is not None]
         chats = [i for i, prompt in enumerate(prompts) if prompt.messages is not None]
         if texts:
-            encoded = self._encoded([str(prompts[i].text) for i in texts], first + texts[0], special=True)
+            encoded = self._encoded([str(prompts[i].text) for i in texts], first + texts[0], special=special)
             found = _filled(found, texts, encoded)
         if chats:
             rendered = [self.render(prompts[i], spec, first + i) for i in chats]

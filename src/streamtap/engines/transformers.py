@@ -20,6 +20,7 @@ from streamtap.capture.batches import Group, cut_batches, share_prefixes
 from streamtap.capture.forward import Forward
 from streamtap.capture.groups import Ask, BatchRows, Prefix, TokenRun, run_batch, run_prefix
 from streamtap.capture.head import Head
+from streamtap.capture.narrowing import Narrowing
 from streamtap.capture.passes import follows_the_longest
 from streamtap.completion import Cancel, Completion, CompletionRequest, Delta, Emit
 from streamtap.engines.completing import PromptsLike, request_of, run_request, stream_request
@@ -232,7 +233,18 @@ class TransformersEngine:
             raise InvalidInput("nothing was asked for: layers is empty and neither perplexity nor logits are wanted.")
         if spec.needs_head:
             self._known_head()
-        return Ask(layers, spec.pooling, spec.perplexity or spec.token_nll, spec.logits, spec.logit_top_k)
+        nll = spec.perplexity or spec.token_nll
+        return Ask(layers, spec.pooling, nll, spec.logits, spec.logit_top_k, self._narrowing(spec))
+
+    def _narrowing(self, spec: CaptureSpec) -> Narrowing | None:
+        if spec.dtype is None and spec.projection is None:
+            return None
+        directions = None if spec.projection is None else spec.projection.directions
+        if directions is not None and directions.shape[1] != self.hidden:
+            raise InvalidInput(
+                f"directions are {directions.shape[1]} wide; rows of {self.provenance.model} are {self.hidden}."
+            )
+        return Narrowing(spec.dtype, directions)
 
     def _known_head(self) -> Head:
         if self._head is None:

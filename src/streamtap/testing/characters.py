@@ -28,6 +28,11 @@ class CharacterTokenizer:
         found = [self(text, add_special_tokens=add_special_tokens) for text in texts]
         return {key: [each[key] for each in found] for key in ("input_ids", "offset_mapping")}
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+        """The text, with special tokens as their number in angle brackets."""
+        kept = [i for i in token_ids if not (skip_special_tokens and i in SPECIAL_IDS)]
+        return "".join(f"<{i}>" if i in SPECIAL_IDS else chr(i - _FIRST_CHARACTER + ord(" ")) for i in kept)
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False
     ) -> str:

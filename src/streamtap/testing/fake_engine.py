@@ -163,6 +163,7 @@ class FakeEngine:
             acts = {layer: pool(rows, offsets, spec.pooling) for layer, rows in acts.items()}
             held, places = _pooled_places(held, places, offsets, spec.pooling)
             offsets = np.arange(len(ids) + 1)
+        acts = {layer: _narrow(rows, spec) for layer, rows in acts.items()}
         logits, logit_ids, logit_offsets = self._asked_logits(ids, spec)
         return Activations(
             acts=acts,
@@ -194,6 +195,12 @@ class FakeEngine:
             return values, None, offsets
         order = np.argsort(-values, axis=1, kind="stable")[:, : spec.logit_top_k]
         return np.take_along_axis(values, order, axis=1), order.astype(np.int32), offsets
+
+
+def _narrow(rows: NDArray[Any], spec: CaptureSpec) -> NDArray[Any]:
+    if spec.projection is not None:
+        return rows.astype(np.float32) @ spec.projection.directions.T
+    return rows if spec.dtype is None else rows.astype(ml_dtypes.bfloat16 if spec.dtype == "bfloat16" else spec.dtype)
 
 
 def _scores_of(spec: CaptureSpec) -> tuple[str, ...]:

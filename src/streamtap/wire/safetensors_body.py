@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 from streamtap.codec import WIRE_DTYPES, raw_parts
 from streamtap.completion import Choice, Finished
 from streamtap.errors import InvalidInput
+from streamtap.tensor_file import MOST_HEADER_BYTES, make_header
 from streamtap.wire.answers import choice_object, head, prompt_logprobs_parts
 from streamtap.wire.reading import write_json
 
 MEDIA_TYPE = "application/vnd.safetensors"
-#: The format's own bound; readers refuse more.
-MOST_HEADER_BYTES = 100_000_000
 _PIECE_BYTES = 1024 * 1024
-_DTYPES = {"int32": "I32", "bfloat16": "BF16", "float32": "F32"}
 
 
 def safetensors_answer(finished: Finished, *, id: str, created: int, model: str) -> tuple[int, Iterator[bytes]]:
@@ -38,7 +36,8 @@ def safetensors_answer(finished: Finished, *, id: str, created: int, model: str)
     """
     tensors = dict(_tensors(finished))
     completion = _completion(finished, head(finished.usage, id=id, created=created, model=model))
-    header = _header(tensors, completion)
+    shapes = {name: (values.dtype, values.shape) for name, values in tensors.items()}
+    header, _ = make_header(shapes, {"completion": completion})
     size = len(header) + sum(values.nbytes for values in tensors.values())
     return size, _pieces(header, tensors)
 
@@ -78,18 +77,6 @@ def _choice(choice: Choice) -> Iterator[bytes]:
         yield b',"prompt_logprobs":'
         yield from prompt_logprobs_parts(choice.prompt_logs)
     yield b"}"
-
-
-def _header(tensors: dict[str, NDArray[Any]], completion: str) -> bytes:
-    described: dict[str, Any] = {"__metadata__": {"completion": completion}}
-    start = 0
-    for name, values in tensors.items():
-        span = [start, start + values.nbytes]
-        described[name] = {"dtype": _DTYPES[values.dtype.name], "shape": values.shape, "data_offsets": span}
-        start += values.nbytes
-    text = write_json(described)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _pieces(header: bytes, tensors: dict[str, NDArray[Any]]) -> Iterator[bytes]:

@@ -71,7 +71,7 @@ def contents_of(store: CacheStore, holding: Holding, chosen: Chosen, given: Give
         columns=columns,
         content="",
         ordering="given" if order is None else "random",
-        provenance=_made_by(provenance),
+        provenance=made_by(provenance),
         capture={
             "identity": row_identity(provenance, spec),
             "provenance": asdict(provenance),
@@ -136,7 +136,8 @@ def _token_counts(store: CacheStore, digests: Sequence[bytes]) -> Ints:
     return np.asarray(counts, np.int64)
 
 
-def _made_by(provenance: Provenance) -> dict[str, Any]:
+def made_by(provenance: Provenance) -> dict[str, Any]:
+    """What a dataset says of who made its rows, and when it was published."""
     return {
         "streamtap_version": streamtap.__version__,
         "extraction_backend": provenance.engine,

@@ -11,6 +11,7 @@ from streamtap.engines.base import Engine
 from streamtap.engines.tokenizing import Tokens
 from streamtap.errors import NotCached
 from streamtap.spec import CaptureSpec, Prompt
+from streamtap.workbench.identity import identity_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class KnownModel:
     def is_only_known(self) -> bool:
         """Always."""
         return True
+
+    def may_be(self, provenance: Provenance) -> bool:
+        """Whether it is the same model."""
+        return identity_of(provenance) == identity_of(self.provenance)
 
     def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int) -> list[Tokens]:
         """Refuse: there is no tokenizer.

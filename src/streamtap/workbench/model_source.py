@@ -21,6 +21,7 @@ from streamtap.errors import InvalidInput, MissingExtra, NotCached
 from streamtap.fingerprint import fingerprint
 from streamtap.settings import Settings
 from streamtap.spec import CaptureSpec, Prompt
+from streamtap.workbench.identity import identity_of
 from streamtap.workbench.pulled import PulledModel, find_pulled, pulled_models
 
 # Raised when what is remembered of a model changes its form; old memos are then not believed.
@@ -51,6 +52,10 @@ class ModelSource(Protocol):
     @property
     def is_only_known(self) -> bool:
         """Whether the model itself was not found, so that what is known of it may change once it is."""
+        ...
+
+    def may_be(self, provenance: Provenance) -> bool:
+        """Whether rows of ``provenance`` are this model's, as far as can be told without loading it."""
         ...
 
 
@@ -127,6 +132,10 @@ class GivenEngine:
         """Never."""
         return False
 
+    def may_be(self, provenance: Provenance) -> bool:
+        """Whether it is the engine's model."""
+        return identity_of(provenance) == identity_of(self.provenance)
+
 
 class NamedModel:
     """A model by name; what was once learnt by loading it is kept in the store.
@@ -170,6 +179,20 @@ class NamedModel:
             if self._tokenizer is None:
                 self._tokenizer = self._open_tokenizer()
             return self._tokenizer.encode(prompts, spec, first_index)
+
+    def may_be(self, provenance: Provenance) -> bool:
+        """By what is remembered of it; else by its name and the commit that is on this machine."""
+        with self._lock:
+            try:
+                reference = self._reference
+            except InvalidInput:  # a path of the machine that made the rows
+                return self._name == provenance.model
+            key = self._key(reference)
+            known = self._known or (self._store.recall(key) if key else None)
+            if known is not None:
+                return identity_of(provenance) == identity_of(Provenance(**known["provenance"]))
+            here = reference.commit
+            return self._name == provenance.model if here is None else here == provenance.commit
 
     def engine(self) -> Engine:
         """Load the model, at the first call."""

@@ -21,6 +21,12 @@ from streamtap.settings import Settings
 Advance = Callable[[int], None]
 
 
+def is_shown(console: Console, show: bool | None = None) -> bool:
+    """Whether a bar is; None follows ``STREAMTAP_PROGRESS``."""
+    wanted = Settings.from_environment().progress
+    return show if show is not None else wanted == "on" or (wanted == "auto" and console.is_terminal)
+
+
 @contextmanager
 def progress_bar(
     what: str, total: int | None, *, show: bool | None = None, is_bytes: bool = False
@@ -31,8 +37,6 @@ def progress_bar(
     ``STREAMTAP_PROGRESS``, whose default shows it on a terminal only.
     """
     console = Console(stderr=True)
-    wanted = Settings.from_environment().progress
-    shown = show if show is not None else wanted == "on" or (wanted == "auto" and console.is_terminal)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,6 +44,6 @@ def progress_bar(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not shown) as bar:
+    with Progress(*columns, console=console, disable=not is_shown(console, show)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)

@@ -31,7 +31,7 @@ _SUFFIXES = {
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 # The csv module refuses cells above 128 KB unless told otherwise; long prompts have more.
 _CELL_BYTES = 2**31 - 1
-_BATCH_ROWS = 4096
+_BATCH_ROWS = 1024
 
 
 def read_prompts(
@@ -102,7 +102,30 @@ def parquet_columns(path: Path, limit: int | None) -> dict[str, list[Any]]:
     return columns
 
 
-def _read(stream: BinaryIO, name: str, file_format: str, column: str | None, limit: int | None) -> list[Prompt]:
+def parquet_length(path: Path) -> int:
+    """Rows of a Parquet file; only its end is read.
+
+    Raises:
+        InvalidInput: it is not a Parquet file.
+    """
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        return int(parquet.read_metadata(path).num_rows)
+    except ArrowInvalid as error:
+        raise InvalidInput(f"{path.name} is not a Parquet file.") from error
+
+
+def row_values(
+    stream: BinaryIO, name: str, file_format: str, *, column: str | None, limit: int | None, blank_lines: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Place, for errors, and value of each row, in order; a value need not be a prompt.
+
+    All but CSV and TSV are read as they are asked for. ``blank_lines`` lets text have some.
+
+    Raises:
+        InvalidInput: as ``read_prompts``.
+    """
     if file_format not in FORMATS:
         raise InvalidInput(f"the format must be one of {', '.join(FORMATS)}; got {file_format!r}.")
     if limit is not None and limit < 1:
@@ -110,14 +133,20 @@ def _read(stream: BinaryIO, name: str, file_format: str, column: str | None, lim
     if file_format == "text" and column is not None:
         raise InvalidInput(f"{name} is read as text, which has no column {column!r}; leave the column out.")
     if file_format == "text":
-        values: Iterable[tuple[str, Any]] = _filled(_lines(stream, name), name)
+        lines = _lines(stream, name)
+        values: Iterable[tuple[str, Any]] = _placed(lines, name) if blank_lines else _filled(lines, name)
     elif file_format == "jsonl":
         values = _from_jsonl(stream, name, column)
     elif file_format == "parquet":
         values = _from_parquet(stream, name, column)
     else:
         values = _from_csv(stream, name, column, _DELIMITERS[file_format], limit)
-    prompts = [_prompt(value, place, i) for i, (place, value) in enumerate(islice(values, limit))]
+    return islice(values, limit)
+
+
+def _read(stream: BinaryIO, name: str, file_format: str, column: str | None, limit: int | None) -> list[Prompt]:
+    values = row_values(stream, name, file_format, column=column, limit=limit)
+    prompts = [as_prompt(value, place, i) for i, (place, value) in enumerate(values)]
     if not prompts:
         raise InvalidInput(f"{name} holds no prompt.")
     return prompts
@@ -138,7 +167,12 @@ def format_of(path: Path) -> str:
     return found
 
 
-def _prompt(value: Any, place: str, index: int) -> Prompt:
+def as_prompt(value: Any, place: str, index: int) -> Prompt:
+    """A row's value as a prompt.
+
+    Raises:
+        InvalidInput: it is none; ``place`` is named.
+    """
     if not isinstance(value, str | list):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise InvalidInput(f"{place} holds {kind}; expected text, a list of messages, or a list of token ids.")
@@ -158,6 +192,10 @@ def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
         except UnicodeDecodeError as error:
             raise InvalidInput(f"{name}, line {number} is not UTF-8; convert the file.") from error
         yield number, text.removesuffix("\n").removesuffix("\r")
+
+
+def _placed(lines: Iterable[tuple[int, str]], name: str) -> Iterator[tuple[str, str]]:
+    return ((f"{name}, line {number}", text) for number, text in lines)
 
 
 def _filled(lines: Iterable[tuple[int, str]], name: str) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from streamtap.dataset.columns import label_column, metadata_columns
 from streamtap.dataset.contents import GIB, Contents, make_plan
 from streamtap.dataset.names import HIDDEN, LOGITS
 from streamtap.dataset.opening import open_target
+from streamtap.dataset.places import Target
 from streamtap.dataset.writer import public_name, publish, work_bytes
 from streamtap.errors import InvalidInput
 from streamtap.fingerprint import fingerprint, text_digest
@@ -129,15 +130,39 @@ def push_dataset(
     with CacheStore(cache_dir if cache_dir is not None else Settings.from_environment().activations_dir) as store:
         holding = find_holding(store, str(model_name), read, picks)
         chosen = choose(store, holding, layers, kinds, logit_top_k, skip_missing=skip_missing)
-        order = _shuffled(len(chosen.places), public_name(target.name)) if shuffle else None
-        contents = contents_of(store, holding, chosen, given, order)
-        contents = replace(contents, description=description, license=license)
-        contents = replace(
-            contents, content=fingerprint({"of": contents.content, **_manner(contents, shard_max_bytes)})
+        order = shuffled_order(len(chosen.places), target) if shuffle else None
+        contents = replace(contents_of(store, holding, chosen, given, order), description=description, license=license)
+        return send(
+            contents,
+            target,
+            shard_max_bytes=shard_max_bytes,
+            exist_ok=exist_ok,
+            stream=stream,
+            progress=progress,
         )
-        plan = make_plan(contents, shard_max_bytes)
-        with progress_bar("publishing", work_bytes(contents, plan, target), show=progress, is_bytes=True) as advance:
-            return publish(contents, target, plan=plan, exist_ok=exist_ok, stream=stream, advance=advance)
+
+
+def send(
+    contents: Contents,
+    target: Target,
+    *,
+    shard_max_bytes: int,
+    exist_ok: bool,
+    stream: bool,
+    progress: bool | None,
+) -> str:
+    """Publish ``contents`` under a progress bar and return the address; see ``push_dataset``."""
+    known = fingerprint({"of": contents.content, **_manner(contents, shard_max_bytes)})
+    contents = replace(contents, content=known)
+    plan = make_plan(contents, shard_max_bytes)
+    with progress_bar("publishing", work_bytes(contents, plan, target), show=progress, is_bytes=True) as advance:
+        return publish(contents, target, plan=plan, exist_ok=exist_ok, stream=stream, advance=advance)
+
+
+def shuffled_order(n_prompts: int, target: Target) -> NDArray[np.int64]:
+    """A random order that is the same at the next push of the same dataset."""
+    seed = int.from_bytes(text_digest(public_name(target.name)), "little")
+    return np.random.default_rng(seed).permutation(n_prompts)
 
 
 def _kinds(tensors: Sequence[str] | None) -> dict[str, bool]:
@@ -148,12 +173,6 @@ def _kinds(tensors: Sequence[str] | None) -> dict[str, bool]:
     if not names or not set(names) <= set(_KINDS):
         raise InvalidInput(f"tensors must be some of {', '.join(map(repr, _KINDS))}, or None for all; got {tensors!r}.")
     return dict.fromkeys(names, True)
-
-
-def _shuffled(n_prompts: int, name: str) -> NDArray[np.int64]:
-    """A random order that is the same at the next push of the same dataset."""
-    seed = int.from_bytes(text_digest(name), "little")
-    return np.random.default_rng(seed).permutation(n_prompts)
 
 
 def _manner(contents: Contents, shard_max_bytes: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from streamtap.workbench.known_model import KnownModel
 from streamtap.workbench.prompt_keys import BY_TEXT, PromptKeys, prompt_name
 from streamtap.workbench.prompt_texts import prompt_of
 from streamtap.workbench.pulled import NO_COMMIT, PulledModel, names_content, text_commit
-from streamtap.workbench.tokenizing_rules import CHAT, RULES, may_be_cut, same_rules
+from streamtap.workbench.tokenizing_rules import AS_TOKENS, CHAT, RULES, may_be_cut, same_rules
 from streamtap.workbench.wanted import layer_channel, layer_name, row_identity
 
 Ints = NDArray[np.int64]
@@ -75,8 +75,8 @@ class PulledPrompts:
         tokens = self.every_row.token_ids
         if not self.model.unknown:
             return [PromptKey(tokens_digest(ids), ids) for ids in tokens]
-        names = (prompt_name(prompt_of(text, is_chat=False)) for text in self.texts)
-        return [PromptKey(name, ids) for name, ids in zip(names, tokens, strict=True)]
+        told = zip(self.texts, tokens, self._rule_numbers(), strict=True)
+        return [PromptKey(_name_of(text, ids, number), ids) for text, ids, number in told]
 
     @cached_property
     def texts(self) -> list[str]:
@@ -97,6 +97,8 @@ class PulledPrompts:
         source, spec = KnownModel(self.model.provenance, self.model.limits), self.spec()
         groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
         for place, number in enumerate(self._rule_numbers()):
+            if number == AS_TOKENS:
+                continue
             groups.setdefault((number >= CHAT, self._same_rules(place, number)), []).append(place)
         for (is_chat, rules), places in groups.items():
             prompts = [prompt_of(self.texts[i], is_chat=is_chat) for i in places]
@@ -107,7 +109,7 @@ class PulledPrompts:
     def _rule_numbers(self) -> list[int]:
         index = self.dataset.index
         numbers: list[int] = index.ints("tokenized_as").tolist() if index.has("tokenized_as") else [0] * len(index)
-        if not {*numbers} <= {*range(len(RULES)), *range(CHAT, CHAT + len(RULES))}:
+        if not {*numbers} <= {*range(len(RULES)), *range(CHAT, CHAT + len(RULES)), AS_TOKENS}:
             raise DatasetDamaged(f"column tokenized_as of the index of {self.dataset.source.name} holds no such rule.")
         return numbers
 
@@ -218,6 +220,11 @@ def _batches(prompts: PulledPrompts, layers: Sequence[int]) -> Iterator[Batch]:
 
 def _row_count(dataset: Dataset) -> int:
     return sum(shard.rows for shard in dataset.hidden.shards)
+
+
+def _name_of(text: str, token_ids: NDArray[np.int32], number: int) -> bytes:
+    """Where rows lie that are known by text alone; a text that no prompt had finds none."""
+    return tokens_digest(token_ids) if number == AS_TOKENS else prompt_name(prompt_of(text, is_chat=False))
 
 
 def _stored_dtype(dataset: Dataset, provenance: Provenance, layers: Sequence[int]) -> str:

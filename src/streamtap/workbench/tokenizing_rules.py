@@ -12,6 +12,8 @@ RULES: tuple[Mapping[str, Any], ...] = tuple(
 )
 #: Added to the number of a rule in a dataset's index, where the text is the JSON of a chat.
 CHAT = 16
+#: In place of a rule, where the text is what a prompt of token ids says: no tokenizer need make these tokens of it.
+AS_TOKENS = 32
 
 
 def plain_rule(number: int, *, is_chat: bool, may_be_cut: bool) -> int:

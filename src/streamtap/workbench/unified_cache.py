@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,10 @@ from streamtap.positions import PositionSpec
 from streamtap.settings import Settings
 from streamtap.spec import CaptureSpec, Prompt, PromptLike, Truncate, as_prompts
 from streamtap.workbench.extraction import estimate_bytes, plan_jobs, run_job
+from streamtap.workbench.harvest_import import import_harvest
+from streamtap.workbench.harvested_rows import Harvest
 from streamtap.workbench.lacking import Need, find_needs, refuse_other_pooling, scores_of, told
+from streamtap.workbench.logits import Logits
 from streamtap.workbench.model_source import LoadOptions, ModelSource, model_source
 from streamtap.workbench.prompt_keys import Keyed, PromptKeys
 from streamtap.workbench.stored_rows import RowReader, no_rows
@@ -33,20 +36,6 @@ from streamtap.workbench.warmup_stats import WarmupStats
 __all__ = ["Logits", "UnifiedCache", "WarmupStats"]
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Logits:
-    """Logits of several prompts.
-
-    ``values`` is float32 [rows, vocabulary or k]; ``ids`` int32 of that shape where a top k was
-    kept, else None. Prompt i owns rows ``offsets[i]:offsets[i + 1]``, one where only the last
-    position was asked for.
-    """
-
-    values: NDArray[np.float32]
-    ids: NDArray[np.int32] | None
-    offsets: NDArray[np.int64]
 
 
 class UnifiedCache:
@@ -183,6 +172,21 @@ class UnifiedCache:
         keyed, needs = self._lacking(read, self.spec, None)
         self._extract(needs, keyed, self.spec)
         return self._stats(len(read), needs, time.perf_counter() - started)
+
+    def import_harvest(self, harvest: Harvest | str | Path, layers: LayerSpec | None = None) -> int:
+        """Put the rows of a harvest of this model into the cache; gives the number of its prompts.
+
+        ``harvest`` is a run, several joined, or where one lies: a folder, or an ``s3://``, ``gs://`` or ``az://``
+        address. The rows are then served as if they had been extracted here; where the model is not on this machine, to
+        prompts of token ids. What the cache has already is not read.
+
+        Raises:
+            InvalidInput: it is of another model, holds products or rounded rows, or does not say what made its rows.
+            InvalidLayers: ``layers`` names some that it does not hold.
+            HarvestDamaged: it is not whole, or a file is damaged.
+            NotEnoughSpace: the disk cannot take the rows.
+        """
+        return import_harvest(self.store, self.source, harvest, layers, self._progress)
 
     def activations(self, prompts: Sequence[PromptLike], layer: int, pooling: Pooling | None = None) -> Array:
         """One row a prompt at ``layer``, [prompts, hidden], in the order asked and the model's dtype.

@@ -65,10 +65,11 @@ class Service:
         self.base_url = found[1]
 
     def new_key(self, name: str, **limits: int) -> str:
-        """A key with limits of its own."""
+        """A key with limits of its own, for completions and harvests."""
         database = Database.open(read_config(self.file).database_url)
         try:
-            return Keys(database).create(name, limits=KeyLimits(**limits)).secret
+            scopes = ("completions", "harvest")
+            return Keys(database).create(name, scopes=scopes, limits=KeyLimits(**limits)).secret
         finally:
             database.close()
 
@@ -285,7 +286,7 @@ def fake() -> Callable[..., dict[str, Any]]:
     return fake_model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def wait_until() -> Callable[..., bool]:
     """Look until it is so, or time is up."""
     return until

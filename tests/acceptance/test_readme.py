@@ -16,8 +16,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: They need files that the reader has; tests/cache and tests/workbench/test_export.py read such files.
 _ELSEWHERE = ("docs/cache.md", "docs/command-line.md")
-#: Its samples ask a server that the reader started.
-_SERVED = "docs/service.md"
+#: Samples of theirs ask a server that the reader started.
+_SERVED = ("docs/service.md", "docs/harvest.md")
 
 pytestmark = pytest.mark.xdist_group("demo-model")
 
@@ -34,7 +34,7 @@ def _samples() -> list[object]:
 
 @pytest.mark.parametrize(("page", "code"), _samples())
 def test_sample_runs(page: str, code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    told = _address(request.getfixturevalue("demo_service")) if page == _SERVED else {}
+    told = _address(request.getfixturevalue("demo_service")) if page in _SERVED else {}
     command = [sys.executable, "-c", code]
     variables = {**os.environ, **told}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)

@@ -39,6 +39,11 @@ OPERATIONS = {
     "GET /v1/models": (2, 2),
     "GET /v1/models/{model_id}/status": (5, 5),
     "GET /v1/usage": (2, 2),
+    "POST /v1/harvest": (50, 50),
+    "GET /v1/harvest": (2, 2),
+    "GET /v1/harvest/{job_id}": (5, 10),
+    "DELETE /v1/harvest/{job_id}": (5, 5),
+    "GET /v1/harvest/files/{run_id}/{name}": (5, 10),
     "GET /health": (1, 0),
     "GET /metrics": (1, 0),
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -18,6 +20,7 @@ from streamtap.client.sync import Client
 from streamtap.completion import Delta, Event, Failed, Finished
 from streamtap.errors import StreamtapError
 from streamtap.testing.fake_completer import FakeCompleter
+from streamtap.testing.stub_harvests import StubHarvests
 from streamtap.wire import sse
 from streamtap.wire.answers import json_answer
 from streamtap.wire.errors import error_body
@@ -27,6 +30,7 @@ from streamtap.wire.safetensors_body import MEDIA_TYPE, safetensors_answer
 Handler = Callable[[httpx2.Request], httpx2.Response]
 HEAD: dict[str, Any] = {"id": "cmpl-1", "created": 0, "model": "org/checkpoint"}
 KEY = "stp_abcdefgh_secret"
+HARVEST_PROMPTS = [f"prompt {i}" + " and more" * (i % 3) for i in range(10)]
 
 
 @dataclass
@@ -113,3 +117,75 @@ class Service:
 @pytest.fixture
 def service() -> Service:
     return Service()
+
+
+class HarvestClock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    async def sleep_awaiting(self, seconds: float) -> None:
+        self.sleep(seconds)
+
+
+class HarvestUser:
+    """One client, plain or async, and whatever its calls give, awaited where that is needed."""
+
+    def __init__(self, stub: StubHarvests, is_async: bool, runner: asyncio.Runner) -> None:
+        self.stub, self.clock, self._runner = stub, HarvestClock(), runner
+        self.fails: list[Exception] = []
+        transport = httpx2.MockTransport(self._handle)
+        retries = Retries(now=lambda: self.clock.now)
+        options: dict[str, Any] = {"transport": transport, "retries": retries}
+        if is_async:
+            self.client: Any = AsyncClient("http://server/v1", KEY, sleep=self.clock.sleep_awaiting, **options)
+        else:
+            self.client = Client("http://server/v1", KEY, sleep=self.clock.sleep, **options)
+
+    def __call__(self, value: Any) -> Any:
+        return self._runner.run(value) if inspect.iscoroutine(value) else value
+
+    def harvest(self, prompts: Any = HARVEST_PROMPTS, **options: Any) -> Any:
+        return self(self.client.harvest(prompts, model=options.pop("model", "stub"), **options))
+
+    def done(self, prompts: Any = HARVEST_PROMPTS, **options: Any) -> Any:
+        return self(self.harvest(prompts, **options).wait())
+
+    def close(self) -> None:
+        self(self.client.aclose() if isinstance(self.client, AsyncClient) else self.client.close())
+
+    def posts(self) -> int:
+        return sum(asked.method == "POST" for asked in self.stub.asked)
+
+    def _handle(self, request: httpx2.Request) -> httpx2.Response:
+        if self.fails:
+            raise self.fails.pop(0)
+        reply = self.stub.answer(request.method, str(request.url), dict(request.headers), request.content)
+        return httpx2.Response(reply.status, headers=reply.headers, content=reply.body)
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> StubHarvests:
+    return StubHarvests(tmp_path / "server")
+
+
+@pytest.fixture(params=["plain", "async"])
+def user(request: pytest.FixtureRequest, stub: StubHarvests) -> Iterator[HarvestUser]:
+    with asyncio.Runner() as runner:
+        one = HarvestUser(stub, request.param == "async", runner)
+        yield one
+        one.close()
+
+
+@pytest.fixture
+def plain_user(stub: StubHarvests) -> Iterator[HarvestUser]:
+    with asyncio.Runner() as runner:
+        one = HarvestUser(stub, False, runner)
+        yield one
+        one.close()

@@ -40,7 +40,9 @@ def test_addresses_and_methods_that_nobody_serves(tmp_path: Path) -> None:
         expected = {
             ("GET", "/"): (404, "not_found"),
             ("GET", "/v1/models/"): (404, "not_found"),
-            ("POST", "/v1/harvest/x"): (404, "not_found"),
+            ("POST", "/v1/harvest/x/y"): (404, "not_found"),
+            ("POST", "/v1/harvest/x"): (405, "method_not_allowed"),
+            ("DELETE", "/v1/harvest"): (405, "method_not_allowed"),
             ("GET", "/v1/completions"): (405, "method_not_allowed"),
             ("DELETE", "/v1/models"): (405, "method_not_allowed"),
             ("GET", "/v1/chat/completions"): (405, "method_not_allowed"),
@@ -79,13 +81,17 @@ def test_models_say_what_they_can_do_and_nothing_that_is_unknown(tmp_path: Path)
                 "activations": True,
                 "max_steering_vectors": 8,
                 "max_activation_prompt_tokens": 64,
+                "harvest": True,
+                "max_harvest_prompts": 4096,
+                "max_harvest_tokens": 2000000,
                 "n_layers": 4,
                 "hidden_size": 8,
                 "dtype": "float32",
             },
         }
         assert mute["capabilities"]["activations"] is False
-        assert "max_activation_prompt_tokens" not in mute["capabilities"]
+        assert mute["capabilities"]["harvest"] is False
+        assert {"max_activation_prompt_tokens", "max_harvest_prompts"}.isdisjoint(mute["capabilities"])
 
     _run(tmp_path, act)
 
@@ -152,9 +158,13 @@ def test_the_schema_names_every_address_and_the_body(tmp_path: Path) -> None:
             "/v1/models",
             "/v1/models/{model_id}/status",
             "/v1/usage",
+            "/v1/harvest",
+            "/v1/harvest/{job_id}",
+            "/v1/harvest/files/{run_id}/{name}",
             "/health",
             "/metrics",
         }
+        assert "project_onto" in schema["components"]["schemas"]["HarvestBody"]["properties"]
         assert "output_residual_stream" in schema["components"]["schemas"]["CompletionBody"]["properties"]
         text = json.dumps(schema)
         named = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}

@@ -92,6 +92,17 @@ def test_paths_start_at_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert config.database_url == f"sqlite:///{tmp_path / 'keys.db'}"
 
 
+def test_harvests_are_kept_in_the_data_folder_or_where_the_file_says(tmp_path: Path) -> None:
+    plain = _read(tmp_path, WHOLE)
+    assert (plain.harvest.store, plain.harvest_root) == (None, str(tmp_path / "data"))
+    assert (plain.harvest.workers, plain.harvest.keep_days, plain.harvest.link_days) == (1, 30, 7)
+    assert _read(tmp_path, WHOLE, data_dir=tmp_path / "other").harvest_root == str(tmp_path / "other")
+
+    told = _read(tmp_path, "[harvest]\nstore = 'runs'\nkeep_days = 2\nidle_seconds = 0")
+    assert (told.harvest_root, told.harvest.keep_days, told.harvest.idle_seconds) == (str(tmp_path / "runs"), 2, 0)
+    assert _read(tmp_path, "[harvest]\nstore = 's3://bucket/x'").harvest_root == "s3://bucket/x"
+
+
 def test_what_is_given_on_the_command_line_wins(tmp_path: Path) -> None:
     config = _read(tmp_path, WHOLE, port=9000, host=None, data_dir=tmp_path / "other")
 
@@ -123,6 +134,14 @@ def test_a_file_in_this_folder_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         ("limits.rate_per_minute = 'x'", 1, "rate_per_minute: expected a whole number"),
         ("[timing]\nkeepalive_seconds = 0", 2, "keepalive_seconds: expected a number of more than 0, got 0"),
         ("[timing]\nstop_seconds = inf", 2, "stop_seconds: expected a number of more than 0, got inf"),
+        ("[harvest]\nlink_days = 8", 2, "link_days: expected a number of at least 1e-05 and at most 7, got 8"),
+        ("[harvest]\nworkers = -1", 2, "workers: expected a whole number of at least 0, got -1"),
+        ("[harvest]\nlease_seconds = 1", 2, "lease_seconds: expected a number of at least 5, got 1"),
+        ("[harvest]\nkeep_days = 0", 2, "keep_days: expected a number of more than 0, got 0"),
+        ("[harvest]\nstor = 'x'", 2, "unknown key stor; did you mean store?"),
+        ("[harvest]\nstore = 'ftp://host/x'", 2, "store: an object store is named as s3://bucket/folder"),
+        ("port = 1\n[harvest]\n\nstore = 's3://u:hunter2@b/x'", 4, "without credentials or a query"),
+        ("[limits]\nlarge_harvests = 0", 2, "large_harvests: expected a whole number of at least 1, got 0"),
         ("engines = 'both'", 1, "engines: expected 'separate' or 'shared', got 'both'"),
         ("models = []", 1, "models: expected tables, each opened with [[models]]"),
         ("[models]\nid = 'a'", 1, "models: expected tables"),
@@ -186,6 +205,7 @@ def test_the_example_in_the_description_is_right(tmp_path: Path) -> None:
     config = _read(tmp_path, "\n".join(line.removeprefix("    ") for line in example.splitlines()))
 
     assert [model.engine for model in config.models] == ["transformers", "vllm", "url"]
+    assert config.harvest_root == "s3://bucket/harvests"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,20 @@ def test_many_threads_count_alike(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         counts = list(threads.map(counter.count, ["x" * length for length in range(200)]))
     assert counts == [length + 1 for length in range(200)]
+
+
+def test_a_long_text_holds_nobody_up(tmp_path: Path) -> None:
+    counter = _counter(_saved(tmp_path))
+    text = "a text that goes on and on " * 50_000
+
+    with ThreadPoolExecutor(1) as pool:
+        begun = last = time.monotonic()
+        counting, longest = pool.submit(counter.count, text), 0.0
+        while not counting.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        took = last - begun
+
+    assert counting.result() == len(text) + 1
+    assert took > 0.2
+    assert longest < 0.5 * took, (longest, took)

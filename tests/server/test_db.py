@@ -58,8 +58,27 @@ def test_a_newer_schema_is_refused(database_url: str, open_database: Callable[[s
     with open_database(database_url).writing() as connection:
         connection.execute(text(f"UPDATE {migrating.VERSION_TABLE} SET version_num = '9999'"))
 
-    with pytest.raises(SettingsError, match=r"has schema 9999, which a newer Streamtap made; .* knows up to 0001"):
+    with pytest.raises(SettingsError, match=r"has schema 9999, which a newer Streamtap made; .* knows up to 0002"):
         Database.open(database_url)
+
+
+def test_a_database_of_the_first_schema_keeps_what_it_holds(
+    database_url: str, open_database: Callable[[str], Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from alembic import command
+
+    upgrade = command.upgrade
+    with monkeypatch.context() as patch:
+        patch.setattr(migrating, "NEWEST", "0001")
+        patch.setattr(command, "upgrade", lambda config, _revision: upgrade(config, "0001"))
+        with open_database(database_url).writing() as connection:
+            counters.change(connection, {A: 3})
+            assert not inspect(connection).has_table("harvest_jobs")
+
+    with open_database(database_url).reading() as connection:
+        assert counters.read(connection, ["key:1"], ["2026-11"]) == {A: 3}
+        assert inspect(connection).has_table("harvest_jobs")
+        assert "monthly_harvests" in {column["name"] for column in inspect(connection).get_columns("api_keys")}
 
 
 def test_a_migration_that_fails_leaves_nothing(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

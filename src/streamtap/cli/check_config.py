@@ -45,6 +45,7 @@ def described(config: Any, path: Path | None, settings: Settings) -> dict[str, A
         "models": [_model(config, model, settings) for model in config.models],
         "limits": asdict(config.limits),
         "timing": asdict(config.timing),
+        "harvest": {**asdict(config.harvest), "store": config.harvest_root},
     }
 
 
@@ -92,7 +93,7 @@ def _lines(told: dict[str, Any]) -> Iterator[str]:
     yield f"  {'engines':<14} {apart}; at most {told['max_engines']} processes at a time"
     for model in told["models"]:
         yield from _model_lines(model)
-    for table in ("limits", "timing"):
+    for table in ("limits", "timing", "harvest"):
         yield from ("", table)
         yield from (f"  {key:<28} {_number(value)}" for key, value in told[table].items())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamtap.cli.options import with_options
 from streamtap.cli.text import columns, show
 from streamtap.errors import MissingExtra
 
@@ -45,20 +46,12 @@ _LIMITS = tuple(
         ("monthly-output-tokens", "Generated tokens in a month."),
         ("daily-input-tokens", "Tokens of prompts in a day."),
         ("daily-output-tokens", "Generated tokens in a day."),
+        ("monthly-harvests", "Bulk harvests begun in a month."),
         ("rate-per-minute", "Requests started in a minute."),
         ("max-active", "Requests that run at one time; 1 or more."),
         ("max-waiting", "Requests that wait; 0 is none."),
     )
 )
-
-
-def _dressed(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def dress(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return dress
 
 
 @click.group()
@@ -74,7 +67,7 @@ def keys() -> None:
 @click.option("--user", help="Whose it is; else the name. Some limits are for all keys of one user.")
 @click.option("--scopes", default="completions", show_default=True, help="completions, harvest, admin, with commas.")
 @click.option("--quiet", is_flag=True, help="Print the key alone.")
-@_dressed(*_LIMITS, *_WHERE)
+@with_options(_LIMITS, _WHERE)
 def create(
     name: str, user: str | None, scopes: str, quiet: bool, config: Path | None, data_dir: Path | None, **limits: Any
 ) -> None:
@@ -91,7 +84,7 @@ def create(
 
 @keys.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_dressed(*_WHERE)
+@with_options(_WHERE)
 def list_keys(as_json: bool, config: Path | None, data_dir: Path | None) -> None:
     """List the keys, without the keys themselves."""
     with _open(config, data_dir) as book:
@@ -107,7 +100,7 @@ def list_keys(as_json: bool, config: Path | None, data_dir: Path | None) -> None
 
 @keys.command()
 @click.argument("which")
-@_dressed(*_WHERE)
+@with_options(_WHERE)
 def revoke(which: str, config: Path | None, data_dir: Path | None) -> None:
     """End a key for good; running servers refuse it from the next request on."""
     _tell(config, data_dir, "revoke", which)
@@ -115,7 +108,7 @@ def revoke(which: str, config: Path | None, data_dir: Path | None) -> None:
 
 @keys.command()
 @click.argument("which")
-@_dressed(*_WHERE)
+@with_options(_WHERE)
 def pause(which: str, config: Path | None, data_dir: Path | None) -> None:
     """Refuse a key until it is resumed."""
     _tell(config, data_dir, "pause", which)
@@ -123,7 +116,7 @@ def pause(which: str, config: Path | None, data_dir: Path | None) -> None:
 
 @keys.command()
 @click.argument("which")
-@_dressed(*_WHERE)
+@with_options(_WHERE)
 def resume(which: str, config: Path | None, data_dir: Path | None) -> None:
     """Take a paused key again."""
     _tell(config, data_dir, "resume", which)
@@ -133,7 +126,7 @@ def resume(which: str, config: Path | None, data_dir: Path | None) -> None:
 @click.argument("which")
 @click.option("--user", help="Whose it is.")
 @click.option("--scopes", help="completions, harvest, admin, with commas.")
-@_dressed(*_LIMITS, *_WHERE)
+@with_options(_LIMITS, _WHERE)
 def set_values(
     which: str, user: str | None, scopes: str | None, config: Path | None, data_dir: Path | None, **limits: Any
 ) -> None:

@@ -9,15 +9,25 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx2
 
 from streamtap.client.address import find_address
+from streamtap.client.aio_harvests import AsyncHarvestJob
 from streamtap.client.answers import Answer, NoAnswer
 from streamtap.client.bodies import PromptLike
 from streamtap.client.calls import Call, completion_call, model_status_call, models_call, stream_call, usage_call
+from streamtap.client.harvest_bodies import HarvestOptions, HarvestPrompts
+from streamtap.client.harvest_calls import jobs_call
+from streamtap.client.harvest_files import HarvestFiles
+from streamtap.client.harvest_plans import HarvestPlans, begin, resume
+from streamtap.client.harvest_status import HarvestStatus
 from streamtap.client.options import CompletionOptions
+from streamtap.client.plans import Plan, carry_out_awaiting
 from streamtap.client.retrying import PATIENT, Retries, asking
 from streamtap.client.streaming import DeltaReader, Opened, is_stream, opening
+from streamtap.client.sync import Client
 from streamtap.client.transport import broke_off, no_answer, request_options, session_options
 from streamtap.completion import Completion, Delta, Usage
+from streamtap.layers import LayerSpec
 from streamtap.settings import Settings
+from streamtap.wire.harvest_jobs import JobView
 
 T = TypeVar("T")
 Outcome = TypeVar("Outcome")
@@ -48,6 +58,7 @@ class AsyncClient:
         self._address = find_address(api_base, api_key, Settings.from_environment())
         self._http = httpx2.AsyncClient(transport=transport, **session_options(self._address, timeout_seconds))
         self._retries, self._sleep = retries, sleep
+        self._timeout_seconds, self._transport = timeout_seconds, transport
 
     def __repr__(self) -> str:
         return f"AsyncClient({self._address.base!r})"
@@ -103,8 +114,49 @@ class AsyncClient:
         """What this key has used and has left."""
         return await self._ask(usage_call())
 
+    async def harvest(
+        self,
+        prompts: HarvestPrompts,
+        *,
+        model: str,
+        layers: LayerSpec | None = None,
+        **options: Unpack[HarvestOptions],
+    ) -> AsyncHarvestJob:
+        """As ``Client.harvest``, with the same errors."""
+        return AsyncHarvestJob(self, await self.carry_out(begin(prompts, model, layers, options, self._plans)))
+
+    async def harvest_job(self, *job_ids: str) -> AsyncHarvestJob:
+        """As ``Client.harvest_job``, with the same errors."""
+        return AsyncHarvestJob(self, await self.carry_out(resume(job_ids, self._plans)))
+
+    async def harvests(self) -> list[JobView]:
+        """The newest jobs of this key, a hundred at most."""
+        return await self._ask(jobs_call())
+
+    async def carry_out(self, plan: Plan[T]) -> T:
+        """What a plan of several calls comes to."""
+        return await carry_out_awaiting(plan, self._ask, self._sleep)
+
+    def harvest_files(self, status: HarvestStatus) -> HarvestFiles:
+        """As ``Client.harvest_files``; what it gives blocks.
+
+        Raises:
+            InvalidInput: a job is not over.
+            HarvestNotFound: files that are not there, or no more.
+        """
+        blocking = Client(
+            *(self._address.base, self._address.key),
+            timeout_seconds=self._timeout_seconds,
+            retries=self._retries,
+            transport=self._transport if isinstance(self._transport, httpx2.BaseTransport) else None,
+        )
+        return blocking.harvest_files(status)
+
+    def _plans(self, **known: Any) -> HarvestPlans:
+        return HarvestPlans(retries=self._retries, poll_seconds=self._timeout_seconds / 2, **known)
+
     async def _ask(self, call: Call[T]) -> T:
-        return await self._drive(asking(call.read, self._retries), lambda: self._send(call))
+        return await self._drive(asking(call.read, self._retries, call.at_once), lambda: self._send(call))
 
     async def _drive(
         self, steps: Generator[float, Outcome | NoAnswer, T], send: Callable[[], Awaitable[Outcome | NoAnswer]]
@@ -127,7 +179,7 @@ class AsyncClient:
             response = await self._http.send(request, stream=True)
             return Answer(response.status_code, response.headers, await response.aread())
         except httpx2.RequestError as error:
-            return no_answer(error, self._address, begun=response is not None)
+            return no_answer(error, self._address, begun=response is not None, repeatable=call.repeatable)
         finally:
             if response is not None:
                 await response.aclose()

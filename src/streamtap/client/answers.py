@@ -11,6 +11,9 @@ from typing import Any
 from streamtap.errors import InvalidInput, StreamtapError, TransferFailed
 from streamtap.wire.errors import read_error
 
+#: Statuses of an answer that is what was asked for, unless an error stands in it.
+TAKEN = (HTTPStatus.OK, HTTPStatus.ACCEPTED)
+
 #: An error's body is far smaller; a completion that is larger is parsed once, as a completion.
 _LARGEST_ERROR_BYTES = 1 << 20
 
@@ -49,8 +52,8 @@ def read_mapping(answer: Answer) -> dict[str, Any]:
         StreamtapError: the error that the server reports, by the status or inside the body, as its class.
         TransferFailed: not a JSON object, as where the answer broke off.
     """
-    found = _json(answer.body)
-    if answer.status != HTTPStatus.OK or (found and found.get("error") is not None):
+    found = read_object(answer.body)
+    if answer.status not in TAKEN or (found and found.get("error") is not None):
         raise _refusal(answer, found)
     if found is None:
         raise TransferFailed(
@@ -69,11 +72,12 @@ def _refusal(answer: Answer, found: dict[str, Any] | None) -> StreamtapError:
     }
     error = read_error(found if found and found.get("error") is not None else strange, answer.status)
     if error.retry_after_seconds is None:
-        error.retry_after_seconds = _retry_after(answer.headers)
+        error.retry_after_seconds = retry_after(answer.headers)
     return error
 
 
-def _json(body: bytes) -> dict[str, Any] | None:
+def read_object(body: bytes) -> dict[str, Any] | None:
+    """A JSON object, None where it is none."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -81,6 +85,7 @@ def _json(body: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _retry_after(headers: Mapping[str, str]) -> int | None:
+def retry_after(headers: Mapping[str, str]) -> int | None:
+    """Seconds that ``Retry-After`` names."""
     text = headers.get("retry-after", "").strip()
     return int(text) if text.isdecimal() and len(text) < 10 else None

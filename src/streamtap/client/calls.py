@@ -12,7 +12,7 @@ from streamtap.client.answers import Answer, may_hold_an_error, media_type, read
 from streamtap.client.bodies import PromptLike, completion_body, encoded
 from streamtap.client.whole import check_capture
 from streamtap.completion import Completion
-from streamtap.errors import EngineFailed, InvalidInput, TransferFailed
+from streamtap.errors import EngineFailed, InvalidInput, StreamtapError, TransferFailed
 from streamtap.wire.completions import read_completion, read_safetensors
 from streamtap.wire.safetensors_body import MEDIA_TYPE
 
@@ -23,13 +23,19 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request; ``read`` turns its whole answer into what the caller gets, or raises what the server reports."""
+    """One request; ``read`` turns its whole answer into what the caller gets, or raises what the server reports.
+
+    ``repeatable`` is False where to ask twice may do a thing twice: then only a connection that never was is tried
+    again. Errors of the classes ``at_once`` are raised, whatever the client waits out.
+    """
 
     method: str
     path: str
     read: Callable[[Answer], T]
     body: bytes | None = field(default=None, repr=False)
     accept: str = JSON
+    repeatable: bool = True
+    at_once: tuple[type[StreamtapError], ...] = ()
 
 
 def completion_call(
@@ -67,7 +73,7 @@ def stream_call(
 
 def models_call() -> Call[list[dict[str, Any]]]:
     """The models and what they can."""
-    return Call("GET", "/models", _data)
+    return Call("GET", "/models", read_list)
 
 
 def model_status_call(model: str) -> Call[dict[str, Any]]:
@@ -94,8 +100,13 @@ def _completion(answer: Answer, body: Mapping[str, Any]) -> Completion:
         raise TransferFailed(str(error)) from error
 
 
-def _data(answer: Answer) -> list[dict[str, Any]]:
+def read_list(answer: Answer) -> list[dict[str, Any]]:
+    """The ``data`` of a list.
+
+    Raises:
+        StreamtapError: as ``read_mapping``, or there is none.
+    """
     found = read_mapping(answer).get("data")
     if not isinstance(found, list):
-        raise TransferFailed("the server's list of models has no 'data'; is the address this service's?")
+        raise TransferFailed("the server's list has no 'data'; is the address this service's?")
     return found

@@ -34,11 +34,13 @@ class Retries:
 PATIENT = Retries()
 
 
-def asking(read: Callable[[Outcome], T], retries: Retries | None) -> Generator[float, Outcome | NoAnswer, T]:
+def asking(
+    read: Callable[[Outcome], T], retries: Retries | None, at_once: tuple[type[StreamtapError], ...] = ()
+) -> Generator[float, Outcome | NoAnswer, T]:
     """Ask until ``read`` takes an outcome, or nothing is left but to raise what it raised.
 
-    Each yielded number is how many seconds to wait before the request is sent once more; what came of it is
-    to be sent in.
+    Errors of the classes ``at_once`` are not waited out. Each yielded number is how many seconds to wait before the
+    request is sent once more; what came of it is to be sent in.
     """
     plan = retries or Retries(patience_seconds=0.0, connects=0)
     began, wait, refused = plan.now(), 0.0, 0
@@ -48,6 +50,8 @@ def asking(read: Callable[[Outcome], T], retries: Retries | None) -> Generator[f
             if isinstance(outcome, NoAnswer):
                 raise outcome.error
             return read(outcome)
+        except at_once:
+            raise
         except StreamtapError as error:
             next_wait = _wait(plan, error, outcome, refused)
             over = next_wait is None or next_wait > plan.longest_wait_seconds

@@ -19,15 +19,28 @@ from streamtap.client.calls import (
     stream_call,
     usage_call,
 )
+from streamtap.client.harvest_bodies import HarvestOptions, HarvestPrompts
+from streamtap.client.harvest_calls import job_call, jobs_call
+from streamtap.client.harvest_files import HarvestFiles
+from streamtap.client.harvest_plans import HarvestPlans, begin, resume
+from streamtap.client.harvest_status import HarvestStatus
+from streamtap.client.harvests import HarvestJob
+from streamtap.client.links import LinkReader
 from streamtap.client.options import CompletionOptions
+from streamtap.client.plans import Plan, carry_out
 from streamtap.client.retrying import PATIENT, Retries, asking
 from streamtap.client.streaming import DeltaReader, Opened, is_stream, opening
 from streamtap.client.transport import broke_off, no_answer, request_options, session_options
 from streamtap.completion import Completion, Delta, Usage
+from streamtap.layers import LayerSpec
 from streamtap.settings import Settings
+from streamtap.wire.harvest_jobs import JobView
 
 T = TypeVar("T")
 Outcome = TypeVar("Outcome")
+
+#: How long whoever keeps a harvest's files may be silent.
+_LINK_SECONDS = 60.0
 
 
 class Client:
@@ -58,6 +71,7 @@ class Client:
         self._address = find_address(api_base, api_key, Settings.from_environment())
         self._http = httpx2.Client(transport=transport, **session_options(self._address, timeout_seconds))
         self._retries, self._sleep = retries, sleep
+        self._timeout_seconds, self._transport = timeout_seconds, transport
 
     def __repr__(self) -> str:
         return f"Client({self._address.base!r})"
@@ -127,8 +141,68 @@ class Client:
         """What this key has used and has left."""
         return self._ask(usage_call())
 
+    def harvest(
+        self,
+        prompts: HarvestPrompts,
+        *,
+        model: str,
+        layers: LayerSpec | None = None,
+        **options: Unpack[HarvestOptions],
+    ) -> HarvestJob:
+        """Submit prompts, as many as there are, whose rows come as files; returns as soon as the server has taken them.
+
+        ``prompts`` are texts, or lists of token ids. ``layers`` is a layer spec such as ``[8, 16]``, ``-1``, ``"8-20"``
+        or ``"all"``; None is a quarter, a half and three quarters of the depth. Of more prompts than one job may have
+        several are made; what there is no slot for is submitted by ``HarvestJob.wait``.
+
+        Raises:
+            InvalidInput: what cannot be asked, as the server or we see it.
+            HarvestUnsupported: the model has no engine for harvests.
+            LimitReached: a quota is used up, or no slot became free for as long as ``retries`` say.
+            StreamtapError: anything else that the server reports.
+            TransferFailed: the server cannot be reached, or its answer broke off; its text says where a job may have
+                been taken all the same.
+        """
+        return HarvestJob(self, self.carry_out(begin(prompts, model, layers, options, self._plans)))
+
+    def harvest_job(self, *job_ids: str) -> HarvestJob:
+        """A harvest that was submitted before, by the ids of its jobs in the order of their prompts.
+
+        Raises:
+            HarvestNotFound: there is none, or it is another key's.
+        """
+        return HarvestJob(self, self.carry_out(resume(job_ids, self._plans)))
+
+    def harvests(self) -> list[JobView]:
+        """The newest jobs of this key, a hundred at most."""
+        return self._ask(jobs_call())
+
+    def carry_out(self, plan: Plan[T]) -> T:
+        """What a plan of several calls comes to."""
+        return carry_out(plan, self._ask, self._sleep)
+
+    def harvest_files(self, status: HarvestStatus) -> HarvestFiles:
+        """The files of jobs that are done, by connections of their own: they are read after the client is closed too.
+
+        Raises:
+            InvalidInput: a job is not over.
+            HarvestNotFound: files that are not there, or no more.
+        """
+        again = Client(
+            *(self._address.base, self._address.key),
+            timeout_seconds=self._timeout_seconds,
+            retries=self._retries,
+            transport=self._transport,
+            sleep=self._sleep,
+        )
+        reader = LinkReader(min(self._timeout_seconds, _LINK_SECONDS), self._transport, self._sleep)
+        return HarvestFiles(status, self._address.base, reader, lambda job_id: again._ask(job_call(job_id)).job)
+
+    def _plans(self, **known: Any) -> HarvestPlans:
+        return HarvestPlans(retries=self._retries, poll_seconds=self._timeout_seconds / 2, **known)
+
     def _ask(self, call: Call[T]) -> T:
-        return self._drive(asking(call.read, self._retries), lambda: self._send(call))
+        return self._drive(asking(call.read, self._retries, call.at_once), lambda: self._send(call))
 
     def _drive(self, steps: Generator[float, Outcome | NoAnswer, T], send: Callable[[], Outcome | NoAnswer]) -> T:
         wait = next(steps)
@@ -149,7 +223,7 @@ class Client:
             response = self._http.send(request, stream=True)
             return Answer(response.status_code, response.headers, response.read())
         except httpx2.RequestError as error:
-            return no_answer(error, self._address, begun=response is not None)
+            return no_answer(error, self._address, begun=response is not None, repeatable=call.repeatable)
         finally:
             if response is not None:
                 response.close()

@@ -41,19 +41,33 @@ def request_options(address: Address, call: Call[Any]) -> dict[str, Any]:
     return {"method": call.method, "url": address.base + call.path, "headers": headers, "content": call.body}
 
 
-def no_answer(error: httpx2.RequestError, address: Address, *, begun: bool) -> NoAnswer:
+def no_answer(error: httpx2.RequestError, address: Address, *, begun: bool, repeatable: bool = True) -> NoAnswer:
     """What it means that the library gave up; ``begun`` says that the answer had begun to come.
+
+    What is not ``repeatable`` may have been done by a server that closed the connection, and is not asked again.
 
     Its own text is shown for a connection alone: that of a request may quote a header, and so the key.
     """
-    if begun:
-        return NoAnswer(broke_off(error), unheard=False)
-    if isinstance(error, _UNREACHED):
+    if isinstance(error, _UNREACHED) and not begun:
         why = TransferFailed(f"{address.base} cannot be reached ({error}); is the server running there?")
         return NoAnswer(why, unheard=True)
+    why, unheard = _ended(error, address, begun)
+    return NoAnswer(why if repeatable else in_doubt(why), unheard and repeatable)
+
+
+def in_doubt(error: TransferFailed) -> TransferFailed:
+    """The error where what was asked may have been done, so that to ask again may do it twice."""
+    doubted = TransferFailed(f"{error} What was asked may have been begun; look before you ask again.")
+    vars(doubted)["retryable"] = False
+    return doubted
+
+
+def _ended(error: httpx2.RequestError, address: Address, begun: bool) -> tuple[TransferFailed, bool]:
+    if begun:
+        return broke_off(error), False
     if isinstance(error, httpx2.TimeoutException):
-        return NoAnswer(TransferFailed(f"{address.base} sent nothing for as long as timeout_seconds."), unheard=False)
-    return NoAnswer(TransferFailed(f"{address.base} closed the connection ({_kind(error)})."), unheard=True)
+        return TransferFailed(f"{address.base} sent nothing for as long as timeout_seconds."), False
+    return TransferFailed(f"{address.base} closed the connection ({_kind(error)})."), True
 
 
 def broke_off(error: httpx2.RequestError) -> TransferFailed:

@@ -52,13 +52,13 @@ class Admission:
         trace.key_prefix = ticket.key.prefix
         return Account(self, ticket, trace)
 
-    async def authenticate(self, presented: str | None) -> KeyRecord:
-        """The record of any key that is in use, whatever it may do.
+    async def authenticate(self, presented: str | None, scope: str | None = None) -> KeyRecord:
+        """The record of a key that is in use and has ``scope``, whatever it may do where that is None.
 
         Raises:
             KeyRefused: no key, or one that is not taken.
         """
-        return await self.call(self.ledger.authenticate, presented, None)
+        return await self.call(self.ledger.authenticate, presented, scope)
 
     async def sweep(self) -> int:
         """Settle what the database failed to take, and what gateways held that are no more; how many those held."""
@@ -175,6 +175,10 @@ class Account:
         """Charge an answer that is whole; called before its last bytes go out."""
         await self._settle(200, None, usage.prompt_tokens, usage.completion_tokens, refund=False)
 
+    async def took_on(self, input_tokens: int) -> None:
+        """Settle a job that was taken, whose tokens are charged with the job itself."""
+        await self._settle(202, None, input_tokens, 0, refund=False)
+
     async def __aenter__(self) -> Self:
         """Nothing more than the block."""
         return self
@@ -205,6 +209,7 @@ class Account:
             refund=refund,
             capture_bytes=trace.capture_bytes,
             seconds=self._admission.clock.monotonic() - trace.started,
+            model=trace.model,
         )
         settling = asyncio.ensure_future(self._book(outcome))
         settling.add_done_callback(partial(self._over, outcome))

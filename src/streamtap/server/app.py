@@ -14,6 +14,9 @@ import streamtap
 from streamtap.server.admission import Admission
 from streamtap.server.clock import Clock
 from streamtap.server.config import ServerConfig
+from streamtap.server.harvests.asking import Asking, NoWorkers, Workers
+from streamtap.server.harvests.signing import links_of
+from streamtap.server.harvests.storage import HarvestStore
 from streamtap.server.ledger import Ledger
 from streamtap.server.metrics import Metrics
 from streamtap.server.models.catalog import Catalog
@@ -25,6 +28,8 @@ from streamtap.server.surface.edge import Edge
 from streamtap.server.surface.problems import HANDLERS
 from streamtap.server.surface.routes.chat import refuse_chat
 from streamtap.server.surface.routes.completions import Completions
+from streamtap.server.surface.routes.harvest import HarvestJob, HarvestJobs
+from streamtap.server.surface.routes.harvest_files import HarvestFiles
 from streamtap.server.surface.routes.health import Health
 from streamtap.server.surface.routes.models import Models
 from streamtap.server.surface.routes.usage import Usage
@@ -45,23 +50,27 @@ def create_app(
     catalog: Catalog,
     clock: Clock,
     metrics: Metrics | None = None,
+    workers: Workers | None = None,
 ) -> FastAPI:
     """The application; ``app.state.service`` holds its parts.
 
     Whoever calls it starts and closes ``pool``, which may tell ``metrics`` of its engines, and calls the ledger's
-    ``sweep`` every few seconds.
+    ``sweep`` every few seconds. ``workers`` are told of bulk jobs; without them none are taken.
     """
     threads = _LEDGER_THREADS.get(config.database_url.partition(":")[0], _MORE_LEDGER_THREADS)
     books = ThreadPoolExecutor(threads, thread_name_prefix="streamtap-ledger")
+    admission = Admission(ledger, books, clock)
+    store = HarvestStore(config.harvest_root)
     service = Service(
         config=config,
-        admission=Admission(ledger, books, clock),
+        admission=admission,
         pool=pool,
         catalog=catalog,
         clock=clock,
         upstream=Upstream(),
         stopping=Stopping(clock),
         metrics=metrics or Metrics(),
+        harvests=Asking(ledger.harvests, admission.call, store, workers or NoWorkers()),
     )
 
     @asynccontextmanager
@@ -88,12 +97,17 @@ def create_app(
 
 def _routes(service: Service, completions: Completions) -> list[Route]:
     models, health = Models(service), Health(service)
+    links = links_of(service.harvests.store.runs)
+    files = HarvestFiles(links, clock=service.clock, stopping=service.stopping)
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", refuse_chat, methods=["POST"]),
         Route("/v1/models", models.every, methods=["GET"]),
         Route("/v1/models/{model_id}/status", models.status, methods=["GET"]),
         Route("/v1/usage", Usage(service).mine, methods=["GET"]),
+        Route("/v1/harvest", HarvestJobs(service), methods=["GET", "POST"]),
+        Route("/v1/harvest/{job_id}", HarvestJob(service, links), methods=["GET", "DELETE"]),
+        Route("/v1/harvest/files/{run_id}/{name}", files, methods=["GET"]),
         Route("/health", health.health, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
     ]

@@ -68,6 +68,12 @@ class Limits:
     user_monthly_output_tokens: int = 0
     user_daily_input_tokens: int = 0
     user_daily_output_tokens: int = 0
+    monthly_harvests: int = 0
+    small_harvests_per_key: int = 3
+    large_harvests_per_key: int = 1
+    large_harvests: int = 2
+    max_harvest_prompts: int = 4096
+    max_harvest_tokens: int = 2_000_000
     max_output_work_tokens: int = 32_000
     max_prompts: int = 1024
     max_steering_vectors: int = 8
@@ -92,6 +98,23 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class HarvestConfig:
+    """Bulk jobs. ``store`` is a folder or ``s3://…``, ``gs://…``, ``az://…``; None is ``data_dir``.
+
+    ``workers`` is how many processes each lane may have at a time, 0 for none: then this gateway takes no jobs. They
+    start when there is a job and end when idle. A worker that was not heard of for ``lease_seconds`` loses its job to
+    another. Files are removed ``keep_days`` after the job's end, and links to them hold ``link_days``.
+    """
+
+    store: str | None = None
+    keep_days: float = 30.0
+    link_days: float = 7.0
+    workers: int = 1
+    idle_seconds: float = 300.0
+    lease_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The whole service of one gateway."""
 
@@ -105,11 +128,17 @@ class ServerConfig:
     default_model: str | None = None
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
+    harvest: HarvestConfig = field(default_factory=HarvestConfig)
 
     @property
     def database_url(self) -> str:
         """SQLAlchemy's address of the database; SQLite in ``data_dir`` unless one was named."""
         return self.database or f"sqlite:///{(self.data_dir / 'streamtap.db').absolute()}"
+
+    @property
+    def harvest_root(self) -> str:
+        """The folder or address under which bulk jobs keep their prompts and files."""
+        return self.harvest.store or str(self.data_dir.absolute())
 
     def roles(self, model: ModelConfig) -> tuple[Role, ...]:
         """Which engines the model has: two apart, or one for both, which is then the one for activations."""

@@ -21,6 +21,10 @@ from streamtap.server.clock import Clock, SystemClock
 from streamtap.server.config import ServerConfig
 from streamtap.server.data_folder import only_gateway_of
 from streamtap.server.db import Database
+from streamtap.server.harvests.orders import orders_of
+from streamtap.server.harvests.signing import links_of
+from streamtap.server.harvests.storage import HarvestStore
+from streamtap.server.harvests.supervisor import Supervisor
 from streamtap.server.ledger import Ledger
 from streamtap.server.ledger.keys import Keys
 from streamtap.server.log import log_to_stderr, note
@@ -74,6 +78,11 @@ def serve(config: ServerConfig, *, say: Say, started: Callable[[Started], None])
         closing(_listen(config.host, config.port)) as listening,
         closing(Database.open(config.database_url)) as database,
     ):
+        if config.harvest.workers:
+            # A folder that cannot be used is to be known now, not with the first job.
+            store = HarvestStore(config.harvest_root)
+            _ = store.identity
+            links_of(store.runs).prepare()
         catalog = _catalog(config, say)
         base_url = _address(config.host, listening)
 
@@ -106,12 +115,19 @@ async def _run(
     ledger = Ledger(database, config.limits, gateway=uuid.uuid4().hex, owner=owner, now=clock.now)
     metrics = Metrics()
     pool = Pool(config, clock=clock, on_event=partial(_heard, metrics))
-    app = create_app(config, ledger=ledger, pool=pool, catalog=catalog, clock=clock, metrics=metrics)
+    orders = orders_of(config, catalog.values())
+    supervisor = Supervisor(config, orders, ledger.harvests, clock=clock)
+    app = create_app(
+        config, ledger=ledger, pool=pool, catalog=catalog, clock=clock, metrics=metrics, workers=supervisor
+    )
     async with AsyncExitStack() as ending:
         # One that fails must not keep the others from being done.
         ending.callback(ledger.close)
         ending.push_async_callback(pool.close)
+        ending.push_async_callback(supervisor.close)
         await pool.start()
+        supervising = asyncio.ensure_future(supervisor.run())
+        ending.callback(supervising.cancel)
         beating = asyncio.ensure_future(beat(app.state.service.admission, clock))
         ending.callback(beating.cancel)
         await _until_stopped(config, app, listening, ready, say)

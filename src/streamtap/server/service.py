@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from streamtap.server.admission import Admission
 from streamtap.server.clock import Clock
 from streamtap.server.config import ServerConfig
+from streamtap.server.harvests.asking import Asking
 from streamtap.server.metrics import Metrics
 from streamtap.server.models.catalog import Catalog
 from streamtap.server.relaying.upstream import Upstream
@@ -41,6 +42,7 @@ class Service:
     upstream: Upstream
     stopping: Stopping
     metrics: Metrics
+    harvests: Asking
     readers: Executor = field(default_factory=_readers)
 
     async def read(self, body_bytes: int, function: Callable[..., _Result], *args: Any) -> _Result:

@@ -18,6 +18,7 @@ from streamtap.server.app import create_app
 from streamtap.server.clock import Clock, SystemClock
 from streamtap.server.config import Limits, ModelConfig, ServerConfig, Timing
 from streamtap.server.db import Database
+from streamtap.server.harvests.asking import Workers
 from streamtap.server.ledger import Ledger
 from streamtap.server.ledger.keys import SCOPES, KeyLimits, Keys
 from streamtap.server.models.catalog import Served
@@ -91,6 +92,7 @@ class StubGateway:
         clock: Clock | None = None,
         models: Sequence[ModelConfig] = (MODEL, MUTE),
         key_limits: KeyLimits | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.pool = pool
         self.clock = clock or SystemClock()
@@ -107,7 +109,12 @@ class StubGateway:
             for model in models
         }
         self.app: FastAPI = create_app(
-            self.config, ledger=self.ledger, pool=cast("Pool", pool), catalog=catalog, clock=self.clock
+            self.config,
+            ledger=self.ledger,
+            pool=cast("Pool", pool),
+            catalog=catalog,
+            clock=self.clock,
+            workers=workers,
         )
 
     @property
@@ -130,10 +137,17 @@ class StubGateway:
         told = {"authorization": f"Bearer {key or self.key}"} if key is not None else {}
         return Call(self.app, "POST", "/v1/completions", {**told, **headers}, [raw])
 
-    async def get(self, path: str, *, method: str = "GET", key: str | None = "", **headers: str) -> Answer:
-        """Any other address."""
+    async def get(
+        self, path: str, *, method: str = "GET", key: str | None = "", body: Any = b"", **headers: str
+    ) -> Answer:
+        """Any other address, with its query."""
+        return await self.call(path, method=method, key=key, body=body, **headers).answer()
+
+    def call(self, path: str, *, method: str = "GET", key: str | None = "", body: Any = b"", **headers: str) -> Call:
+        """As ``get``, but returns at once."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         told = {"authorization": f"Bearer {key or self.key}"} if key is not None else {}
-        return await Call(self.app, method, path, {**told, **headers}, [b""]).answer()
+        return Call(self.app, method, path, {**told, **headers}, [raw])
 
 
 class Call:
@@ -143,6 +157,7 @@ class Call:
         self.answered = Answer()
         self._chunks = list(chunks)
         self._gone = asyncio.Event()
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.4"},
@@ -152,7 +167,7 @@ class Call:
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),

@@ -14,8 +14,10 @@ from typing import Any
 import orjson
 
 from streamtap.errors import (
+    AccessDenied,
     CaptureMissed,
     EngineFailed,
+    HarvestNotCancellable,
     InvalidInput,
     InvalidKey,
     InvalidPrompt,
@@ -32,11 +34,11 @@ from streamtap.errors import (
 
 #: OpenAI's word for each branch of the tree; the first that fits holds, and what is left is the server's fault.
 _TYPES: tuple[tuple[tuple[type[StreamtapError], ...], str], ...] = (
-    ((ScopeDenied,), "permission_error"),
+    ((ScopeDenied, AccessDenied), "permission_error"),
     ((KeyRefused,), "authentication_error"),
     ((LimitReached,), "rate_limit_error"),
     ((NotFound,), "not_found_error"),
-    ((InvalidInput, Unsupported, MethodNotAllowed, RequestTooLarge), "invalid_request_error"),
+    ((InvalidInput, Unsupported, MethodNotAllowed, RequestTooLarge, HarvestNotCancellable), "invalid_request_error"),
 )
 #: What an error is where its code is not one of ours.
 _BY_STATUS: dict[int, type[StreamtapError]] = {

@@ -8,6 +8,7 @@
     tickets       requests that are under way, and what each of them holds of the counters
     gateways      processes that serve, and when each was last heard of
     requests_log  what was asked, as metadata only
+    harvest_jobs  bulk jobs, and which worker has each of them until when; their prompts are not in the database
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Text,
     TypeDecorator,
     text,
 )
@@ -74,6 +76,7 @@ api_keys = Table(
     Column("monthly_output_tokens", BigInteger),
     Column("daily_input_tokens", BigInteger),
     Column("daily_output_tokens", BigInteger),
+    Column("monthly_harvests", BigInteger),
     # A name is free again once its key is revoked.
     Index(
         "one_live_key_of_a_name",
@@ -148,4 +151,40 @@ requests_log = Table(
     Column("code", String(64)),
     Column("seconds", Float, nullable=False),
     Column("capture_bytes", BigInteger, nullable=False),
+)
+
+harvest_jobs = Table(
+    "harvest_jobs",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("key_id", BigInteger, nullable=False),
+    Column("user", String(200), nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("lane", String(16), nullable=False),
+    # Where prompts and files lie: only workers that reach it take the job.
+    Column("store", String(300), nullable=False),
+    Column("run_id", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("n_prompts", BigInteger, nullable=False),
+    Column("n_tokens", BigInteger, nullable=False),
+    Column("n_shards", BigInteger, nullable=False),
+    Column("layer_indices", Text, nullable=False),  # numbers, with commas
+    Column("created_at", UtcTime, nullable=False),
+    Column("started_at", UtcTime),
+    Column("completed_at", UtcTime),
+    # Not taken before; later than now after a failure that may pass.
+    Column("ready_at", UtcTime, nullable=False),
+    Column("worker", String(64)),
+    Column("lease_until", UtcTime),
+    Column("attempts", BigInteger, nullable=False),
+    Column("prompts_done", BigInteger, nullable=False),
+    Column("shards_done", BigInteger, nullable=False),
+    Column("worked_seconds", Float, nullable=False),
+    Column("timings", Text, nullable=False),  # JSON
+    Column("error_code", String(64)),
+    Column("error_message", Text),
+    # When its files were removed; null while they are kept.
+    Column("cleared_at", UtcTime),
+    Index("harvest_jobs_by_key", "key_id", "created_at"),
+    Index("harvest_jobs_by_state", "state", "created_at"),
 )

@@ -53,6 +53,7 @@ class KeyLimits:
     monthly_output_tokens: int | None = None
     daily_input_tokens: int | None = None
     daily_output_tokens: int | None = None
+    monthly_harvests: int | None = None
 
 
 LIMIT_NAMES = tuple(entry.name for entry in fields(KeyLimits))

@@ -9,6 +9,7 @@ from typing import Any
 from streamtap.server.config import Limits
 from streamtap.server.db import Database
 from streamtap.server.ledger.admission import Admission
+from streamtap.server.ledger.harvests import Harvests
 from streamtap.server.ledger.keys import KeyRecord
 from streamtap.server.ledger.recovery import Recovery
 from streamtap.server.ledger.reservation import Reservation
@@ -45,6 +46,8 @@ class Ledger:
         self._admission = Admission(database, limits, gateway, now)
         self._reservation = Reservation(database, limits, now)
         self._recovery = Recovery(database, gateway, owner, now)
+        #: Bulk jobs, which outlive the gateway that took them on.
+        self.harvests = Harvests(database, limits, now=now)
         self.sweep()
 
     def admit(self, presented: str | None, *, scope: str, endpoint: str, request_id: str) -> Ticket:

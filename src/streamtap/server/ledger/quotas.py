@@ -13,6 +13,7 @@ from streamtap.server.ledger.keys import KeyRecord
 from streamtap.server.ledger.periods import JUST_NOW, Span, period
 
 Metric = Literal["activations", "input_tokens", "output_tokens"]
+#: What a request reserves and is charged; jobs are counted beside them.
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 #: The server's settings whose name is longer than the key's own.
@@ -26,7 +27,7 @@ class Quota:
     name: str
     whose: Literal["key", "user"]
     span: Span
-    metric: Metric
+    metric: Metric | Literal["harvests"]
 
     def ceiling(self, key: KeyRecord, limits: Limits) -> int:
         """How far it goes."""
@@ -46,13 +47,16 @@ QUOTAS = (
     Quota("user_daily_output_tokens", "user", "day", "output_tokens"),
 )
 ACTIVATIONS = QUOTAS[0]
+HARVESTS = Quota("monthly_harvests", "key", "month", "harvests")
+#: Those of a job, in the order in which they refuse.
+HARVEST_QUOTAS = (HARVESTS, *(quota for quota in QUOTAS if quota.metric == "input_tokens"))
 
 
-def places(key_id: int, user: str, at: datetime) -> dict[Quota, CounterId]:
+def places(key_id: int, user: str, at: datetime, quotas: tuple[Quota, ...] = QUOTAS) -> dict[Quota, CounterId]:
     """Where each quota is counted at that time."""
     subjects = {"key": f"key:{key_id}", "user": f"user:{user}"}
     periods = {"month": period("month", at), "day": period("day", at)}
-    return {quota: CounterId(subjects[quota.whose], periods[quota.span], quota.metric) for quota in QUOTAS}
+    return {quota: CounterId(subjects[quota.whose], periods[quota.span], quota.metric) for quota in quotas}
 
 
 def limit(key: KeyRecord, limits: Limits, name: str) -> int:
@@ -67,3 +71,9 @@ def limit(key: KeyRecord, limits: Limits, name: str) -> int:
 def slots(key_id: int) -> tuple[CounterId, CounterId]:
     """How many requests of a key run, and how many wait, just now."""
     return CounterId(f"key:{key_id}", JUST_NOW, "active"), CounterId(f"key:{key_id}", JUST_NOW, "waiting")
+
+
+def harvest_slots(key_id: int, lane: str) -> tuple[CounterId, CounterId]:
+    """How many jobs of a lane a key has under way just now, and how many all keys have."""
+    metric = f"harvest_{lane}"
+    return CounterId(f"key:{key_id}", JUST_NOW, metric), CounterId("all", JUST_NOW, metric)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from streamtap.errors import ActivationQuotaExceeded, BudgetExceeded, LimitReached
+from streamtap.errors import ActivationQuotaExceeded, BudgetExceeded, HarvestQuotaExceeded, LimitReached
 from streamtap.server.config import Limits
 from streamtap.server.db import Database, counters, ticket_rows
 from streamtap.server.db.counters import Amount, CounterId
@@ -15,13 +15,14 @@ from streamtap.server.db.tables import UNLIMITED
 from streamtap.server.ledger.admission import gone
 from streamtap.server.ledger.keys import KeyRecord
 from streamtap.server.ledger.periods import next_start, period, seconds_left
-from streamtap.server.ledger.quotas import ACTIVATIONS, METRICS, QUOTAS, Quota, places
+from streamtap.server.ledger.quotas import ACTIVATIONS, HARVESTS, METRICS, QUOTAS, Quota, places
 from streamtap.server.ledger.tickets import Asked, Grant, Ticket, Unreserved
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 _SPANS = {"month": "this month", "day": "today"}
+_KINDS: dict[Quota, type[LimitReached]] = {ACTIVATIONS: ActivationQuotaExceeded, HARVESTS: HarvestQuotaExceeded}
 
 
 class Reservation:
@@ -42,7 +43,7 @@ class Reservation:
         with self._database.reading() as connection:
             used = counters.read(connection, [counter.subject], [counter.period]).get(counter, 0)
         if used + activations > ceiling:
-            raise _exceeded(ACTIVATIONS, used, ceiling, activations, at)
+            raise exceeded(ACTIVATIONS, used, ceiling, activations, at)
 
     def unreserved(self, ticket: Ticket, model: str, asked: Asked) -> Ticket | None:
         """See ``Ledger.unreserved``."""
@@ -71,7 +72,7 @@ class Reservation:
 
     def _wanted(self, key: KeyRecord, asked: Asked, at: datetime) -> dict[Quota, Amount]:
         """What it would add to each counter, and how far that may go; nothing for what it does not use."""
-        amounts = {metric: getattr(asked, metric) for metric in METRICS}
+        amounts: dict[str, int] = {metric: getattr(asked, metric) for metric in METRICS}
         return {
             quota: Amount(counter, amounts[quota.metric], quota.ceiling(key, self._limits))
             for quota, counter in places(key.id, key.user, at).items()
@@ -92,15 +93,16 @@ def _room(wanted: Mapping[Quota, Amount], used: Mapping[CounterId, int], asked: 
         is_output = quota.metric == "output_tokens"
         least = min(asked.sequences, entry.amount) if is_output else entry.amount
         if used[entry.counter] + least > entry.ceiling:
-            raise _exceeded(quota, used[entry.counter], entry.ceiling, least, at)
+            raise exceeded(quota, used[entry.counter], entry.ceiling, least, at)
         if is_output:
             room = min(room, entry.ceiling - used[entry.counter])
     return room - room % asked.sequences if room < asked.output_tokens else room
 
 
-def _exceeded(quota: Quota, used: int, ceiling: int, needed: int, at: datetime) -> LimitReached:
+def exceeded(quota: Quota, used: int, ceiling: int, needed: int, at: datetime) -> LimitReached:
+    """The refusal of a quota that has no room for what is needed."""
     what, turns = quota.metric.replace("_", " "), next_start(quota.span, at).strftime("%Y-%m-%d %H:%M UTC")
-    kind = ActivationQuotaExceeded if quota is ACTIVATIONS else BudgetExceeded
+    kind = _KINDS.get(quota, BudgetExceeded)
     error = kind(
         f"this {quota.whose} has used {used}/{ceiling} {what} {_SPANS[quota.span]} ({period(quota.span, at)}) and this "
         f"request needs at least {needed}; the count starts anew at {turns}."

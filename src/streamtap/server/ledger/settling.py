@@ -52,7 +52,7 @@ def _corrections(row: Any, held: _Held | None, outcome: Outcome) -> dict[Counter
     """What counters differ by from what is on them, in the month and day in which it was asked for."""
     if held is None:
         return {}
-    missing = {metric: _due(metric, held.asked, outcome) - held.counted[metric] for metric in METRICS}
+    missing: dict[str, int] = {metric: _due(metric, held.asked, outcome) - held.counted[metric] for metric in METRICS}
     found = places(row.key_id, row.user, held.at) if any(missing.values()) else {}
     return {counter: missing[quota.metric] for quota, counter in found.items() if missing[quota.metric]}
 
@@ -67,7 +67,6 @@ def _due(metric: Metric, asked: dict[Metric, int], outcome: Outcome) -> int:
 
 def _logged(row: Any, unreserved: Unreserved | None, outcome: Outcome) -> dict[str, Any]:
     about = {name: getattr(row, name) for name in ("at", "request_id", "key_prefix", "endpoint", "model")}
-    if unreserved is not None:
-        about["model"] = unreserved.model
+    about["model"] = about["model"] or (unreserved.model if unreserved is not None else outcome.model)
     names = ("status", "code", "input_tokens", "output_tokens", "seconds", "capture_bytes")
     return {**about, **{name: getattr(outcome, name) for name in names}}

@@ -54,6 +54,7 @@ class Outcome:
 
     ``input_tokens`` and ``output_tokens`` are what it came to; None where that is unknown, and then what was reserved
     counts. ``refund``: it failed on the server's side or was refused after it had reserved, so nothing counts.
+    ``model`` is what it asked for, where that is known; a request that reserved has said it before.
     """
 
     status: int
@@ -63,3 +64,4 @@ class Outcome:
     refund: bool = False
     capture_bytes: int = 0
     seconds: float = 0.0
+    model: str | None = None

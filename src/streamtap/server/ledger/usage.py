@@ -10,7 +10,7 @@ from streamtap.server.db import Database, counters
 from streamtap.server.db.tables import UNLIMITED
 from streamtap.server.ledger.keys import KeyRecord
 from streamtap.server.ledger.periods import JUST_NOW, next_start, period
-from streamtap.server.ledger.quotas import QUOTAS, limit, places, slots
+from streamtap.server.ledger.quotas import HARVESTS, QUOTAS, limit, places, slots
 
 
 def usage_of(database: Database, limits: Limits, key: KeyRecord, at: datetime) -> dict[str, Any]:
@@ -18,7 +18,8 @@ def usage_of(database: Database, limits: Limits, key: KeyRecord, at: datetime) -
 
     Requests under way count with what they have reserved.
     """
-    found = places(key.id, key.user, at)
+    quotas = (*QUOTAS, HARVESTS)
+    found = places(key.id, key.user, at, quotas)
     subjects = {counter.subject for counter in found.values()}
     with database.reading() as connection:
         used = counters.read(connection, subjects, (JUST_NOW, period("month", at), period("day", at)))
@@ -31,7 +32,7 @@ def usage_of(database: Database, limits: Limits, key: KeyRecord, at: datetime) -
         "month_ends_at": next_start("month", at).isoformat(),
         "day": period("day", at),
         "day_ends_at": next_start("day", at).isoformat(),
-        "usage": {quota.name: _line(used.get(found[quota], 0), quota.ceiling(key, limits)) for quota in QUOTAS},
+        "usage": {quota.name: _line(used.get(found[quota], 0), quota.ceiling(key, limits)) for quota in quotas},
         "requests": {
             slot.metric: {"now": used.get(slot, 0), "limit": limit(key, limits, f"max_{slot.metric}")}
             for slot in slots(key.id)

@@ -64,7 +64,9 @@ class TokenCounter:
                 f"prompt {index} holds half a surrogate pair at character {error.start}; send whole characters.",
                 index=index,
             ) from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike `encode` it lets other threads run meanwhile, which a text of megabytes would halt for seconds.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
 
     def _check_vocabulary(self, ids: list[int], index: int) -> None:
         top = self._facts.vocabulary

@@ -51,10 +51,9 @@ class EngineProcess:
         grace_seconds: float,
     ) -> EngineProcess:
         """Start ``command``; from SIGTERM to SIGKILL it has ``grace_seconds``."""
-        keeper = [sys.executable, "-m", "streamtap.engines.keeper", "--grace-seconds", str(grace_seconds), "--"]
         what = f"engine of {endpoint.model_id} for {endpoint.role}, start {endpoint.generation}"
         with log.open(clock.now(), what) as file:
-            process = await _spawned([*keeper, *command], file, child_environment(**variables))
+            process = await kept_process(command, file, variables, grace_seconds)
         return cls(endpoint, process, log, clock, grace_seconds)
 
     @property
@@ -76,13 +75,7 @@ class EngineProcess:
     async def stop(self) -> None:
         """End it and all that it started, by force where it does not end by itself."""
         await self.health.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()  # which the keeper takes as its word
-        await asyncio.wait([self.exit], timeout=self._grace_seconds + _MARGIN_SECONDS)
-        if not self.exit.done():
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self.exit
+        await end_kept(self._process, self.exit, self._grace_seconds)
 
 
 def how_it_ended(status: int) -> str:
@@ -90,12 +83,32 @@ def how_it_ended(status: int) -> str:
     return f"it was ended by signal {status - 128}" if status > 128 else f"it ended with status {status}"
 
 
-async def _spawned(command: Sequence[str], log: BinaryIO, environment: dict[str, str]) -> asyncio.subprocess.Process:
+async def kept_process(
+    command: Sequence[str], log: BinaryIO, variables: dict[str, str], grace_seconds: float
+) -> asyncio.subprocess.Process:
+    """Start ``command`` under a keeper, whose stdin ends it when it is closed; it gets ``variables`` beside ours.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    keeper = [sys.executable, "-m", "streamtap.engines.keeper", "--grace-seconds", str(grace_seconds), "--"]
     return await asyncio.create_subprocess_exec(
+        *keeper,
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=log,
         stderr=log,
-        env=environment,
+        env=child_environment(**variables),
         start_new_session=True,  # Ctrl-C in the gateway's terminal is for the gateway, which ends the engines itself
     )
+
+
+async def end_kept(process: asyncio.subprocess.Process, ended: asyncio.Future[int], grace_seconds: float) -> None:
+    """End what ``kept_process`` started, by force where it does not end by itself; ``ended`` is done when it is."""
+    if process.stdin is not None:
+        process.stdin.close()  # which the keeper takes as its word
+    await asyncio.wait([ended], timeout=grace_seconds + _MARGIN_SECONDS)
+    if not ended.done():
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await ended

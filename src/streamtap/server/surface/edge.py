@@ -21,6 +21,7 @@ _ENDPOINTS = {
         "/v1/chat/completions",
         "/v1/models",
         "/v1/usage",
+        "/v1/harvest",
         "/health",
         "/metrics",
         "/openapi.json",
@@ -84,4 +85,6 @@ class Edge:
 def _endpoint(path: str) -> str:
     if path.startswith("/v1/models/") and path.endswith("/status"):
         return "/v1/models/{id}/status"
+    if path.startswith("/v1/harvest/"):
+        return "/v1/harvest/files" if path.startswith("/v1/harvest/files/") else "/v1/harvest/{id}"
     return _ENDPOINTS.get(path, "other")

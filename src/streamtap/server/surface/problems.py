@@ -19,9 +19,11 @@ from streamtap.wire.errors import error_body
 #: The first class that an error is one of decides its status.
 _STATUSES: tuple[tuple[type[StreamtapError], int], ...] = (
     (errors.ScopeDenied, 403),
+    (errors.AccessDenied, 403),
     (errors.KeyRefused, 401),
     (errors.NotFound, 404),
     (errors.MethodNotAllowed, 405),
+    (errors.HarvestNotCancellable, 409),
     (errors.RequestTooLarge, 413),
     (errors.LimitReached, 429),
     (errors.InvalidInput, 400),
@@ -33,9 +35,12 @@ _STATUSES: tuple[tuple[type[StreamtapError], int], ...] = (
 #: When to come back where the error does not know better, in seconds.
 _RETRY_SECONDS: tuple[tuple[type[StreamtapError], int], ...] = (
     (errors.QueueFull, 5),
+    (errors.HarvestConcurrencyExceeded, 30),
+    (errors.HarvestCapacityExceeded, 30),
     (errors.LimitReached, 60),
     (errors.CircuitOpen, 60),
     (errors.ColdStart, 30),
+    (errors.HarvestUnavailable, 30),
     (StreamtapError, 5),
 )
 #: What the log calls a request whose client left; nobody sees it as an answer.

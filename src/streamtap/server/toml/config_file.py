@@ -13,6 +13,11 @@
     rate_per_minute = 600
     monthly_activations = 5000    # 0 is unlimited
 
+    [harvest]                     # bulk jobs
+    store = "s3://bucket/harvests"   # a folder or a store that all gateways reach; else data_dir
+    keep_days = 30                # then a run's files are removed
+    workers = 1                   # processes for small models, and as many for large ones; 0 takes no jobs
+
     [timing]
     deadline_seconds = 840
 
@@ -40,8 +45,8 @@
     url = "http://10.0.0.5:8000"
     api_key_file = "engine.key"
 
-Each field of ``config.ServerConfig``, ``ModelConfig``, ``Limits`` and ``Timing`` is a key. Without ``[[models]]`` the
-demo model is served.
+Each field of ``config.ServerConfig``, ``ModelConfig``, ``Limits``, ``HarvestConfig`` and ``Timing`` is a key. Without
+``[[models]]`` the demo model is served.
 """
 
 from __future__ import annotations
@@ -56,14 +61,14 @@ from typing import Any, get_type_hints
 
 from streamtap.engines.demo_model import DEMO
 from streamtap.errors import SettingsError
-from streamtap.server.config import Limits, ModelConfig, ServerConfig, Timing
+from streamtap.server.config import HarvestConfig, Limits, ModelConfig, ServerConfig, Timing
 from streamtap.server.toml.config_lines import KeyPath, find_line
 from streamtap.server.toml.config_rules import faults
 from streamtap.server.toml.config_values import placed, read_value, shown
 
 CONFIG_FILE = "streamtap.toml"
 
-_TABLES: dict[str, type] = {"limits": Limits, "timing": Timing}
+_TABLES: dict[str, type] = {"limits": Limits, "timing": Timing, "harvest": HarvestConfig}
 _SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///)([^/:?][^?]*)(.*)")
 
 
@@ -112,7 +117,9 @@ class _Reader:
         config: ServerConfig = self._table(ServerConfig, tables, (), **values)
         if "data_dir" not in tables:
             config = dataclasses.replace(config, data_dir=self._folder / config.data_dir)
-        config = dataclasses.replace(config, database=self._sqlite_placed(config.database))
+        config = dataclasses.replace(
+            config, database=self._sqlite_placed(config.database), harvest=self._store_placed(config.harvest)
+        )
         for where, reason in faults(config):
             raise self._error(where, f"{where[-1]}: {reason}.")
         return _checked(dataclasses.replace(config, **overrides), "the command line")
@@ -186,3 +193,8 @@ class _Reader:
     def _sqlite_placed(self, url: str) -> str:
         found = _SQLITE_FILE.fullmatch(url)
         return f"{found[1]}{placed(found[2], self._folder)}{found[3]}" if found else url
+
+    def _store_placed(self, harvest: HarvestConfig) -> HarvestConfig:
+        if harvest.store is None or "://" in harvest.store:
+            return harvest
+        return dataclasses.replace(harvest, store=str(placed(harvest.store, self._folder)))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from string import Formatter
 from urllib.parse import urlsplit
 
+from streamtap.blobs import BlobStore
+from streamtap.errors import InvalidInput
 from streamtap.server.config import ModelConfig, ServerConfig
 from streamtap.server.toml.config_lines import KeyPath
 from streamtap.server.toml.masked import masked_url
@@ -36,6 +38,15 @@ def faults(config: ServerConfig) -> Iterator[Fault]:
     if config.database and not _DATABASE.match(config.database):
         expected = "'sqlite:///FILE' or 'postgresql+psycopg://USER:PASSWORD@HOST/NAME'"
         yield ("database",), f"expected {expected}, got {masked_url(config.database)!r}"
+    if config.harvest.store is not None and "://" in config.harvest.store:
+        yield from _store_faults(config.harvest.store)
+
+
+def _store_faults(store: str) -> Iterator[Fault]:
+    try:
+        BlobStore(store)
+    except InvalidInput as error:
+        yield ("harvest", "store"), str(error).rstrip(".")
 
 
 def _model_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:

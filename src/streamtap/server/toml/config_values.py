@@ -25,6 +25,14 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_prompts": (1, math.inf),
     "max_body_bytes": (1024, math.inf),
     "breaker_failures": (1, math.inf),
+    "small_harvests_per_key": (1, math.inf),
+    "large_harvests_per_key": (1, math.inf),
+    "large_harvests": (1, math.inf),
+    "max_harvest_prompts": (1, math.inf),
+    "max_harvest_tokens": (1, math.inf),
+    "lease_seconds": (5, math.inf),
+    # The longest that an object store signs a link for.
+    "link_days": (0.00001, 7),
 }
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 

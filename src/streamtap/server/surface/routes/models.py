@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from streamtap.server.config import Limits, Role
+from streamtap.server.harvests.checks import is_harvested
 from streamtap.server.models.catalog import Served, served
 from streamtap.server.service import Service
 from streamtap.server.surface.bodies import presented_key
@@ -66,7 +67,7 @@ def _roles(found: Served) -> tuple[Role, ...]:
 
 
 def _capabilities(found: Served, limits: Limits) -> dict[str, Any]:
-    activations = found.config.activations
+    activations, harvested = found.config.activations, is_harvested(found.config)
     return {
         "max_model_len": found.facts.max_model_len,
         "max_logprobs": limits.max_logprobs,
@@ -81,6 +82,9 @@ def _capabilities(found: Served, limits: Limits) -> dict[str, Any]:
         "activations": activations,
         "max_steering_vectors": limits.max_steering_vectors if activations else None,
         "max_activation_prompt_tokens": found.config.max_activation_prompt_tokens if activations else None,
+        "harvest": harvested,
+        "max_harvest_prompts": limits.max_harvest_prompts if harvested else None,
+        "max_harvest_tokens": limits.max_harvest_tokens if harvested else None,
         "n_layers": found.facts.n_layers,
         "hidden_size": found.facts.hidden,
         "dtype": found.facts.dtype,

@@ -1,6 +1,6 @@
 # Every target makes what it needs: nothing has to be run before it.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-interop check format bench docs clean
+.PHONY: help venv demo test test-interop check format bench bench-harvest docs clean
 
 # Where the environment forbids bytecode, each of the many processes would compile torch and transformers anew.
 export PYTHONDONTWRITEBYTECODE =
@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	$$name -c '$(FITS)' 2>/dev/null && echo $$name && break; done)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.complete  ## Make .venv with every extra and the development tools
 
@@ -39,11 +39,16 @@ format: $(VENV)/.complete  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction, cache, datasets and the service against their floors
+bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction, cache, datasets, service and harvests against their floors
 	$(BIN)/python benchmarks/extract.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/extract.json
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache.json
 	$(BIN)/python benchmarks/dataset.py --lmprobe $(VENV)-lmprobe/bin/python --json benchmarks/results/dataset.json
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
+	$(BIN)/python benchmarks/harvest.py --only disk,store,service,cluster,memory,stream --json benchmarks/results/harvest.json
+
+bench-harvest: $(VENV)/.complete $(VENV)-saelens/.complete $(VENV)-nnsight/.complete  ## Measure harvests beside SAELens and nnsight
+	$(BIN)/python benchmarks/harvest.py --only saelens,nnsight --saelens $(VENV)-saelens/bin/python \
+		--nnsight $(VENV)-nnsight/bin/python --json benchmarks/results/harvest-beside.json
 
 docs: $(VENV)/.complete  ## Check the links and the snippets of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py
@@ -66,6 +71,13 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)-lmprobe/.complete: interop/requirements.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-lmprobe
 	$(VENV)-lmprobe/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --requirement $<
+	@touch $@
+
+# What harvests are measured beside, each by itself, for they want other versions of what we use.
+$(VENV)-saelens/.complete $(VENV)-nnsight/.complete: $(VENV)-%/.complete: benchmarks/requirements-%.txt | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --requirement $< || { \
+		echo "error: $* does not install here; the reason stands above. make bench measures the rest." >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.complete: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,6 +1,6 @@
 """The service against its floors: the engine in one process, the wire, the codec's parts, one request after another.
 
-``python benchmarks/service.py [--only captures,overhead,codec,parallel,large] [--prompts 10000] [--json FILE]``
+``python benchmarks/service.py [--only captures,overhead,codec,parallel,large] [--prompts 10000] [--body json]``
 
 Every figure is a ratio, or a difference, of things run in turn in one run. ``captures`` takes by far the longest.
 """
@@ -58,22 +58,23 @@ def main() -> int:
     if "parallel" in options.only:
         rows += parallel()
     if "captures" in options.only:
-        rows += captures(engine, options.prompts)
+        rows += captures(engine, options.prompts, options.body)
     return report(rows, options.json)
 
 
-def captures(engine: TransformersEngine, count: int) -> list[Row]:
+def captures(engine: TransformersEngine, count: int, body: str) -> list[Row]:
     """One-token captures of every layer and position from 16 clients, against the engine called in this process."""
     prompts = ragged(engine.tokenizer.tokenizer, count, longest=64)
     spec, slices = CaptureSpec(layers="all", positions="all"), max(2, count // 500)
     inside = outside = 0.0
     rows, memory = 0, []
     with _scratch() as folder, served(DEMO, folder) as server, _clients(server) as ask:
-        ask({"prompts": prompts[:CLIENTS], "threads": CLIENTS, "max_tokens": 1, "capture": True})
+        job = {"threads": CLIENTS, "max_tokens": 1, "capture": True, "binary": body == "safetensors"}
+        ask({**job, "prompts": prompts[:CLIENTS]})
         for number in range(slices):
             mine = prompts[number::slices]
             inside += seconds(lambda mine=mine: sum(len(part.positions) for part in engine.capture(mine, spec)))
-            done = ask({"prompts": mine, "threads": CLIENTS, "max_tokens": 1, "capture": True})
+            done = ask({**job, "prompts": mine})
             outside += done["seconds"]
             rows += done["rows"]
             memory.append(server.memory_bytes())
@@ -82,7 +83,7 @@ def captures(engine: TransformersEngine, count: int) -> list[Row]:
     growth = {name: memory[-1][name] / memory[len(memory) // 4][name] for name in memory[-1]}
     detail = f"{count} prompts, {rows} rows; in process {wanted / inside:.0f} tokens/s"
     return [
-        Row("captures over HTTP / in process, tokens/s", inside / outside, 0.85, "more", "x", detail),
+        Row(f"captures over HTTP as {body} / in process, tokens/s", inside / outside, 0.85, "more", "x", detail),
         Row("captures lost", float(wanted - rows), 0.0, "less", ""),
         Row("memory of the gateway, end / first quarter", growth["gateway"], 1.1, "less", "x", _megabytes(memory)),
         Row("memory of the worker, end / first quarter", growth["worker"], 1.1, "less", "x"),
@@ -260,6 +261,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--prompts", type=int, default=10_000)
+    parser.add_argument("--body", choices=("safetensors", "json"), default="safetensors", help="of the captures")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Many clients of a server, in a process of their own: captures of one token, or texts.
 
-It reads a line of JSON for each job, ``{"prompts": [...], "threads": 16, "max_tokens": 1, "capture": true}``, runs it,
-and answers with a line: ``{"seconds", "rows", "bytes", "tokens"}``.
+It reads a line of JSON for each job, ``{"prompts": [...], "threads": 16, "max_tokens": 1, "capture": true,
+"binary": true}``, runs it, and answers with a line: ``{"seconds", "rows", "bytes", "tokens"}``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def run(client: Client, job: dict[str, Any]) -> dict[str, Any]:
             max_tokens=job["max_tokens"],
             temperature=0,
             output_residual_stream=True if job["capture"] else None,
+            binary=job.get("binary", False),
         )
         if done.activations is None:
             return 0, 0, done.usage.completion_tokens

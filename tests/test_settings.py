@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamtap.errors import InvalidInput, SettingsError
-from streamtap.settings import Settings, defaults
+from streamtap.settings import Settings, child_environment, defaults
 
 HOME = {"HOME": "/of/a/person"}
 
@@ -122,6 +122,14 @@ def test_the_key_of_an_engine_process_is_read_and_not_shown() -> None:
     assert Settings.from_environment(HOME | {"STREAMTAP_WORKER_KEY": " "}).worker_key is None
 
 
+def test_the_key_of_ndif_is_read_and_not_shown() -> None:
+    settings = Settings.from_environment(HOME | {"NDIF_API_KEY": " tell-nobody "})
+
+    assert settings.ndif_api_key == "tell-nobody"
+    assert "tell-nobody" not in repr(settings)
+    assert Settings.from_environment(HOME | {"NDIF_API_KEY": " "}).ndif_api_key is None
+
+
 def test_defaults_hold_for_a_block_and_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THERE", "1")
     monkeypatch.delenv("LACKING", raising=False)
@@ -131,3 +139,14 @@ def test_defaults_hold_for_a_block_and_what_is_set_stays(monkeypatch: pytest.Mon
 
     assert os.environ["THERE"] == "1"
     assert "LACKING" not in os.environ
+
+
+def test_a_process_that_is_started_gets_what_is_usual_where_nobody_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("THERE", "ours")
+    monkeypatch.setenv("ADDED", "ours")
+
+    given = child_environment({"THERE": "usual", "LACKING": "usual"}, ADDED="for it")
+
+    assert (given["THERE"], given["LACKING"], given["ADDED"]) == ("ours", "usual", "for it")

@@ -13,6 +13,7 @@ module that looks at the environment:
 ``HF_HUB_CACHE``           folder of what was downloaded from the Hub (else ``$HF_HOME/hub``, else its default)
 ``STREAMTAP_API_BASE``     address of the server that a client asks; it ends in ``/v1`` (else ``ACS_API_BASE``)
 ``STREAMTAP_API_KEY``      key for it (else ``ACS_API_KEY``, unless that one's address is another server's)
+``NDIF_API_KEY``           key for NDIF, which runs models that do not fit here
 =========================  ========================================================
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from streamtap.errors import SettingsError
@@ -56,6 +58,7 @@ class Settings:
     worker_key: str | None = field(default=None, repr=False)
     api_base: str | None = field(default=None, repr=False)
     api_key: str | None = field(default=None, repr=False)
+    ndif_api_key: str | None = field(default=None, repr=False)
 
     @property
     def activations_dir(self) -> Path:
@@ -89,12 +92,18 @@ class Settings:
             worker_key=env.get("STREAMTAP_WORKER_KEY", "").strip() or None,
             api_base=_api_base(env) or None,
             api_key=_api_key(env) or None,
+            ndif_api_key=env.get("NDIF_API_KEY", "").strip() or None,
         )
 
 
-def child_environment(**added: str) -> dict[str, str]:
-    """This process's environment and ``added``, for a process that it starts."""
-    return {**os.environ, **added}
+#: For a process whose model runs beside other work. A pass ends with its slowest thread, for which GNU's OpenMP has the
+#: others spin for milliseconds: time in which rows could be written. After this many turns they sleep.
+BESIDE_OTHER_WORK: Mapping[str, str] = MappingProxyType({"GOMP_SPINCOUNT": "20000"})
+
+
+def child_environment(usual: Mapping[str, str], **added: str) -> dict[str, str]:
+    """For a process that this one starts: its own environment, ``added``, and ``usual`` where neither has a value."""
+    return {**usual, **os.environ, **added}
 
 
 @contextmanager

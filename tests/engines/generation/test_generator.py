@@ -250,6 +250,25 @@ def test_no_more_sequences_are_in_their_text_than_the_limit(engine: Transformers
     assert max(sizes) == 2
 
 
+@pytest.mark.parametrize(("counts", "steps"), [((4, 4, 2), [10]), ((4, 4, 3), [8, 3]), ((9, 1), [10]), ((12,), [12])])
+def test_a_step_leaves_no_small_rest(counts: tuple[int, ...], steps: list[int], monkeypatch: Any) -> None:
+    engine = TransformersEngine(tiny_model("llama"), tiny_tokenizer(), max_batch_tokens=8)
+    stepper, seen = engine._generation()._stepper, []
+    real = stepper.run
+
+    def counting(members: Any) -> Any:
+        seen.append(sum(len(member.sequence.prompt_ids) for member in members))
+        return real(members)
+
+    monkeypatch.setattr(stepper, "run", counting)
+    prompts = tuple(tuple(range(5, 5 + count)) for count in counts)
+
+    engine.complete(CompletionRequest(prompts, 1, sampling=GREEDY))
+    engine.close()
+
+    assert seen == steps
+
+
 def test_whoever_leaves_a_stream_stops_the_work(engine: TransformersEngine) -> None:
     stream = engine.stream("for ever", max_tokens=200)
     next(stream)

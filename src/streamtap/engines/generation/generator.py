@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ from streamtap.errors import EngineFailed, EngineOutOfMemory, InvalidInput, Serv
 _LOG = logging.getLogger(__name__)
 #: Sequences that may be in the middle of their text at once; more would hold more keys and values.
 MOST_RUNNING = 64
+#: How far a step may pass its budget where that empties the queue: a small step after it would cost more.
+_STRETCH = 1.25
 
 
 class Generator:
@@ -32,7 +34,8 @@ class Generator:
     Args:
         admission: Makes a request's sequences.
         stepper: Runs a step.
-        max_step_tokens: Prompt tokens in one step; a longer prompt runs by itself.
+        max_step_tokens: Prompt tokens in one step, a quarter more where none is left then; a longer prompt runs by
+            itself.
         device_lock: Held during a step, since a model runs one pass at a time.
     """
 
@@ -101,7 +104,8 @@ class Generator:
         """Everything that runs, and the prompts that fit beside it, first come first served."""
         members = list(self._running)
         running = len(members)
-        room = self._max_step_tokens - running
+        stretched = int(self._max_step_tokens * _STRETCH)
+        room = (stretched if _tokens(self._waiting) <= stretched - running else self._max_step_tokens) - running
         taken = 0
         while self._waiting:
             member = self._waiting[0]
@@ -209,5 +213,5 @@ def _members(run: RequestRun) -> list[Member]:
     return members
 
 
-def _tokens(members: Sequence[Member]) -> int:
+def _tokens(members: Iterable[Member]) -> int:
     return sum(len(member.sequence.prompt_ids) for member in members)

@@ -13,6 +13,12 @@ import argparse
 import itertools
 import json
 import os
+
+from streamtap.settings import BESIDE_OTHER_WORK
+
+# As `streamtap harvest run` and the service's workers have it, for the bare pass too; read when torch is loaded.
+os.environ.update({name: os.environ.get(name, value) for name, value in BESIDE_OTHER_WORK.items()})
+
 import statistics
 import subprocess
 import sys

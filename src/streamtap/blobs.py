@@ -62,18 +62,18 @@ class BlobStore:
     """The objects under one address; nothing is asked of the server before a method is called.
 
     Each method may be called from several threads, and raises ``AccessDenied`` where the server
-    refuses the credentials or wants some, ``TransferFailed`` where it fails for ``retry_seconds``,
+    refuses the credentials or wants some, ``TransferFailed`` where it fails for ``retry_seconds`` or ``retries`` times,
     and ``MissingExtra`` without obstore.
     """
 
-    def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS, retries: int = _RETRIES) -> None:
         """``url`` as at the top of this file.
 
         Raises:
             InvalidInput: not such an address, or one that holds credentials.
         """
         self._scheme, self._bucket, self._prefix = _parts(url)
-        self._retry_seconds = retry_seconds
+        self._retry_seconds, self._retries = retry_seconds, retries
         self.url = "/".join(filter(None, (f"{self._scheme}://{self._bucket}", self._prefix)))
 
     def head(self, path: str) -> Blob:
@@ -197,7 +197,7 @@ class BlobStore:
         from obstore.store import AzureStore, GCSStore, S3Store
 
         made: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._scheme]
-        retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=self._retry_seconds)}
+        retries = {"max_retries": self._retries, "retry_timeout": timedelta(seconds=self._retry_seconds)}
         try:
             store: CloudStore = made(self._bucket, prefix=self._prefix or None, retry_config=retries)
         except BaseError as error:

@@ -215,9 +215,10 @@ def _harvest(
 
 def _loaded(model: str, loading: dict[str, Any], held: ExitStack) -> Engine:
     from streamtap.engines.opening import load_engine
+    from streamtap.settings import BESIDE_OTHER_WORK, defaults
 
-    with waiting("reading the model"):
-        engine = load_engine(model, dtype=loading.pop("model_dtype"), **loading)
+    with waiting("reading the model"), defaults(**BESIDE_OTHER_WORK):  # read when torch is loaded
+        engine: Engine = load_engine(model, dtype=loading.pop("model_dtype"), **loading)
     held.callback(engine.close)
     return engine
 

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_LOOK_SECONDS = 0.25
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class Background:
     """Runs calls on ``threads``, with at most ``most`` of them waiting or running.
 
-    After one has failed, ``do`` and ``drain`` raise what it raised, and nothing that waited is run.
+    After one has failed, ``do`` and ``drain`` raise what it raised, and nothing that waited is run. ``look`` is called
+    now and then while the caller waits, and ends the wait by raising. ``give_up`` is called where the block fails: what
+    runs is waited for, so it should end soon then.
     """
 
-    def __init__(self, name: str, *, threads: int = 1, most: int = 2) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int = 1,
+        most: int = 2,
+        look: Callable[[], None] = nothing,
+        give_up: Callable[[], None] = nothing,
+    ) -> None:
+        self._look, self._give_up = look, give_up
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._room = threading.BoundedSemaphore(most)
         self._failure: BaseException | None = None
@@ -34,12 +50,18 @@ class Background:
         try:
             if kind is None:
                 self.drain()
+            else:
+                self._give_up()
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def do(self, function: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
         """Queue a call; blocks while ``most`` of them are there."""
-        self._room.acquire()
+        while not self._room.acquire(timeout=_LOOK_SECONDS):
+            self._look()
         if self._failure is not None:
             self._room.release()
             raise self._failure
@@ -51,6 +73,8 @@ class Background:
     def drain(self) -> None:
         """Return once all is done."""
         for future in list(self._waiting):
+            while not wait([future], _LOOK_SECONDS).done:
+                self._look()
             # A future wakes those who wait for it before it calls ``_done``.
             if not future.cancelled() and self._failure is None:
                 self._failure = future.exception()

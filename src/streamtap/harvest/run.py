@@ -19,7 +19,7 @@ from pathlib import Path
 from streamtap.engines.base import Engine
 from streamtap.errors import InvalidInput
 from streamtap.harvest.asked import HarvestAsk
-from streamtap.harvest.background import Background
+from streamtap.harvest.background import Background, nothing
 from streamtap.harvest.disk_space import room_in
 from streamtap.harvest.finishing import Totals
 from streamtap.harvest.identity import provenance_of
@@ -30,7 +30,7 @@ from streamtap.harvest.shard_making import ShardMaking, only_one
 from streamtap.harvest.standing import Progress as Progress
 from streamtap.harvest.standing import RunStanding, never, nobody
 from streamtap.harvested.manifest import HarvestManifest
-from streamtap.harvested.places import WritablePlace
+from streamtap.harvested.places import Patient, WritablePlace
 
 _UPLOADS = 2
 
@@ -57,7 +57,7 @@ def run_harvest(
         spool: A folder on this machine where shards are put together; after a crash it holds what was not uploaded.
         run_id: The run's name; None takes that of the run that is there, or a new one.
         on_progress: Told of each shard that is whole at the place, from another thread.
-        should_stop: Asked between batches.
+        should_stop: Asked between batches, and while a place that fails is waited for.
         model_id: A service's short name of the model, for the manifest.
 
     Raises:
@@ -111,7 +111,13 @@ def _totals(
         whole(making.upload(made))
 
     with (
-        Background("streamtap-upload", threads=_UPLOADS, most=_UPLOADS) as uploads,
+        Background(
+            "streamtap-upload",
+            threads=_UPLOADS,
+            most=_UPLOADS,
+            look=making.stop_if_told,
+            give_up=place.interrupt if isinstance(place, Patient) else nothing,
+        ) as uploads,
         Background("streamtap-writing") as writing,
         closing(standing.looked_up(plans, there)) as found,
     ):

@@ -63,6 +63,15 @@ class ShardMaking:
         path.unlink(missing_ok=True)
         return record
 
+    def stop_if_told(self) -> None:
+        """Go on.
+
+        Raises:
+            HarvestFailed: it was told to stop.
+        """
+        if self._should_stop():
+            raise HarvestFailed(STOPPED)
+
     def _sealed(self, record: ShardRecord) -> ShardRecord:
         if record.is_sealed:
             return record
@@ -92,7 +101,7 @@ class ShardMaking:
         shard = ShardWriting(layout, self._spool, self._left_out)
         try:
             for part in capture_shard(self._engine, layout, self._engine.provenance.n_layers):
-                self._stop_if_told()
+                self.stop_if_told()
                 writing.do(shard.add, part)
             # Waited for: a crash from here on costs the next shard alone.
             record = writing.do(shard.finish).result()
@@ -103,10 +112,6 @@ class ShardMaking:
                 writing.drain()
             shard.give_up()
             raise
-
-    def _stop_if_told(self) -> None:
-        if self._should_stop():
-            raise HarvestFailed(STOPPED)
 
 
 def bos_ids(engine: Engine) -> NDArray[np.int32]:

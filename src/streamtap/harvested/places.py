@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from streamtap.errors import InvalidInput
 
@@ -81,4 +81,13 @@ class WritablePlace(Place, Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file if it is there."""
+        ...
+
+
+@runtime_checkable
+class Patient(Protocol):
+    """A place that waits for a store which fails."""
+
+    def interrupt(self) -> None:
+        """Wait no longer, for good: what is under way raises ``TransferFailed`` soon."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ T = TypeVar("T")
 #: A server that has not answered yet may be one that is not there, and is not waited for as long.
 _FIRST_SECONDS = 20.0
 _PAUSE_SECONDS = (0.5, 10.0)
+#: Of obstore's own within one try, which nothing can interrupt: some three seconds.
+_RETRIES = 5
 
 
 class StorePlace:
@@ -29,7 +32,8 @@ class StorePlace:
         Raises:
             InvalidInput: not an address of an object store, or one that holds credentials.
         """
-        self.store = BlobStore(url, retry_seconds=retry_seconds)
+        self.store = BlobStore(url, retry_seconds=retry_seconds, retries=_RETRIES)
+        self._interrupted = threading.Event()
         self._retry_seconds = retry_seconds
         self._has_answered = False
 
@@ -76,6 +80,10 @@ class StorePlace:
         """A link to a file that needs no key; see ``BlobStore.sign``."""
         return self.store.sign(checked_name(name), expires_seconds)
 
+    def interrupt(self) -> None:
+        """See ``Patient``."""
+        self._interrupted.set()
+
     def _sent(self, send: Callable[[], None]) -> None:
         try:
             self._asked(send)
@@ -93,12 +101,11 @@ class StorePlace:
                 raise
             except TransferFailed as error:
                 left = begun + self._patience() - time.monotonic() - pause
-                if not error.retryable or left < 0:
+                if not error.retryable or left < 0 or self._interrupted.wait(pause):
                     raise
             else:
                 self._has_answered = True
                 return found
-            time.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS[1])
 
     def _patience(self) -> float:

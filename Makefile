@@ -1,6 +1,6 @@
 # Every target makes what it needs: nothing has to be run before it.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-interop check format bench bench-harvest docs clean
+.PHONY: help venv demo test test-interop test-vllm check format bench bench-harvest bench-parity docs clean
 
 # Where the environment forbids bytecode, each of the many processes would compile torch and transformers anew.
 export PYTHONDONTWRITEBYTECODE =
@@ -29,6 +29,12 @@ test: $(VENV)/.complete  ## Run every test
 test-interop: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Exchange datasets with lmprobe, both ways
 	$(BIN)/python -m pytest interop --lmprobe $(VENV)-lmprobe/bin/python
 
+# Of the engine in vLLM's own process, then of the service in front of vllm serve.
+test-vllm: export STREAMTAP_CACHE_DIR = $(abspath $(VENV)-vllm/cache)
+test-vllm: $(VENV)/.complete $(VENV)-vllm/.complete  ## Run a real vLLM with vllm-lens on this machine's CPU
+	$(VENV)-vllm/bin/python -m pytest upstream/test_vllm_engine.py
+	$(BIN)/python -m pytest upstream --ignore upstream/test_vllm_engine.py --vllm $(VENV)-vllm/bin/vllm
+
 check: $(VENV)/.complete  ## Formatting, lint, types and floors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -49,6 +55,10 @@ bench: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Measure extraction, cache
 bench-harvest: $(VENV)/.complete $(VENV)-saelens/.complete $(VENV)-nnsight/.complete  ## Measure harvests beside SAELens and nnsight
 	$(BIN)/python benchmarks/harvest.py --only saelens,nnsight --saelens $(VENV)-saelens/bin/python \
 		--nnsight $(VENV)-nnsight/bin/python --json benchmarks/results/harvest-beside.json
+
+bench-parity: $(VENV)/.complete $(VENV)-vllm/.complete  ## Compare every engine's rows with the plain model, and write the table of docs/engines.md
+	$(BIN)/python benchmarks/parity.py --vllm $(VENV)-vllm/bin/python --json benchmarks/results/parity.json \
+		--docs docs/engines.md
 
 docs: $(VENV)/.complete  ## Check the links and the snippets of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py
@@ -78,6 +88,12 @@ $(VENV)-saelens/.complete $(VENV)-nnsight/.complete: $(VENV)-%/.complete: benchm
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --requirement $< || { \
 		echo "error: $* does not install here; the reason stands above. make bench measures the rest." >&2; exit 1; }
+	@touch $@
+
+# 3 GB with the demo model, so it is made anew only where its versions change.
+$(VENV)-vllm/.complete: upstream/make-environment.sh upstream/requirements.txt | $(VENV)/.complete
+	upstream/make-environment.sh $(VENV)-vllm $(PYTHON)
+	$(BIN)/python -m streamtap.engines.unpacking $(abspath $(VENV)-vllm/cache)
 	@touch $@
 
 $(VENV)/.complete: pyproject.toml constraints.txt | $(BIN)/python

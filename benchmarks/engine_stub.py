@@ -40,8 +40,8 @@ async def health(_request: Request) -> Response:
 
 
 async def models(_request: Request) -> Response:
-    """What vLLM would list."""
-    return JSONResponse({"object": "list", "data": []})
+    """As a worker of ours: what it sends is passed on as it is, where a vLLM's rows would be looked at."""
+    return JSONResponse({"object": "list", "data": [{"id": "stub", "object": "model", "owned_by": "streamtap"}]})
 
 
 async def complete(request: Request) -> Response:

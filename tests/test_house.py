@@ -38,10 +38,14 @@ HOMES = {
     # In testing, what the local Hub needs to serve Xet, and to turn a running client to itself.
     "hf_xet": ("testing/",),
     "httptools": ("server/relaying/engine_http.py",),
-    "httpx2": ("client/", "server/", "testing/"),
+    # What nnsight speaks to NDIF with: its errors and its waiting.
+    "httpx": ("engines/nnsight/",),
+    # An engine process is reached directly, whatever proxy the environment names for a client.
+    "httpx2": ("client/", "engines/dialect_engine.py", "server/", "testing/"),
     "huggingface_hub": ("engines/", "dataset/hub", "workbench/hub_text.py", "testing/"),
     "matplotlib": ("workbench/plots.py",),
     "ml_dtypes": ("",),
+    "nnsight": ("engines/nnsight/", "testing/ndif_server/"),
     "numpy": ("",),
     "obstore": ("blobs.py",),
     "orjson": ("wire/",),
@@ -62,10 +66,13 @@ HOMES = {
     "torch": ("activations.py", "capture/", "engines/", "harvest/stream.py", "testing/"),
     "transformers": ("capture/", "engines/", "testing/"),
     "uvicorn": ("testing/", "server/", "engines/worker/"),
+    "vllm": ("engines/vllm_offline",),
+    "vllm_lens": ("engines/vllm_offline",),
+    "websocket": ("engines/nnsight/",),
     "zstandard": ("codec.py",),
 }
 #: Distributions whose name is not the one that is imported.
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "vllm_lens": "vllm-lens", "websocket": "websocket-client"}
 #: The edges: the command line, the answer to an HTTP request, a bulk job, and the outermost loop of an engine's thread.
 BROAD_EXCEPT_ALLOWED = (
     "cli/main.py",

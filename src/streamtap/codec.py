@@ -3,13 +3,14 @@
 ::
 
     values [layers, rows, hidden] ─► frame_chunks ─► base64_chunks ─► "data" ─► decode ─► values
+    "data" in pieces ─► FrameReader ─► values, little by little ─► FrameWriter ─► "data" in pieces
 """
 
 from __future__ import annotations
 
 import binascii
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -47,7 +48,7 @@ _COMPRESSIONS = (None, "none", "zstd")
 #: Characters of base64 read in one go: small enough that the piece comes from memory that is at hand already.
 _TEXT_PIECE = 64 * 1024
 #: Characters that hold a frame's header, the longest too.
-_HEAD_CHARACTERS = 24
+HEAD_CHARACTERS = 24
 #: Read behind a frame that is whole: the library does not say of a stream whether its frame ended.
 _MARKER = b"."
 _MARKER_FRAME = zstandard.ZstdCompressor(write_content_size=True).compress(_MARKER)
@@ -188,6 +189,117 @@ def _from_base64(data: str | bytes | memoryview) -> bytes:
         raise InvalidInput("data must be standard base64 without line breaks; it is not.") from error
 
 
+def said_bytes(data: bytes) -> int:
+    """What a frame says that it unpacks to, from its base64 or the first ``HEAD_CHARACTERS`` of that.
+
+    Raises:
+        InvalidInput: it is no zstd frame that says its size.
+    """
+    try:
+        size = zstandard.frame_content_size(_from_base64(data[:HEAD_CHARACTERS]))
+    except zstandard.ZstdError as error:
+        raise _no_frame() from error
+    if size < 0:
+        raise _no_frame()
+    return size
+
+
+class FrameReader:
+    """Unpacks a frame of ``expected`` bytes whose base64 comes in pieces.
+
+    ``take`` is given what it holds, in order and little by little, however far it unpacks; what ``take`` raises comes
+    out of ``feed`` and ``end``.
+    """
+
+    def __init__(self, expected: int, take: Callable[[bytes], None]) -> None:
+        self._sink = _Sink(expected, take)
+        self._writer = zstandard.ZstdDecompressor().stream_writer(cast("IO[bytes]", self._sink))
+        self._expected = expected
+        self._text = b""
+        self._padded = False
+
+    def feed(self, text: bytes) -> None:
+        """Take the next characters.
+
+        Raises:
+            InvalidInput: they are no base64, or not of such a frame.
+        """
+        held = self._text + text
+        whole = len(held) // 4 * 4
+        self._text = held[whole:]
+        for start in range(0, whole, _TEXT_PIECE):
+            piece = held[start : min(whole, start + _TEXT_PIECE)]
+            raw = _from_base64(piece)
+            if self._padded:
+                raise InvalidInput("data must be standard base64 in one run; it ends and goes on.")
+            self._padded = len(raw) < len(piece) // 4 * 3
+            self._write(raw)
+
+    def end(self) -> None:
+        """Check that the frame was whole, now that nothing follows.
+
+        Raises:
+            InvalidInput: it was cut short, or something stands behind it.
+        """
+        if not self._text:
+            self._write(_MARKER_FRAME)
+        # What was cut short eats the marker, and what is too long stands before it.
+        if self._text or self._sink.left or self._sink.behind != _MARKER:
+            raise _not_whole(self._expected)
+
+    def _write(self, raw: bytes) -> None:
+        try:
+            self._writer.write(raw)
+        except zstandard.ZstdError as error:
+            raise _not_whole(self._expected) from error
+
+
+class FrameWriter:
+    """Makes a frame of ``nbytes`` bytes, as base64, of values that come in parts."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._chunker = zstandard.ZstdCompressor(level=LEVEL).chunker(size=nbytes, chunk_size=PIECE_BYTES)
+
+    def take(self, values: Array) -> Iterator[bytes]:
+        """What is ready of the base64 once ``values`` are in, in pieces.
+
+        Raises:
+            InvalidInput: values of a dtype that is not sent.
+        """
+        for part in raw_parts(values):
+            yield from map(pybase64.b64encode, self._chunker.compress(part))
+
+    def end(self) -> Iterator[bytes]:
+        """The rest of it."""
+        yield from map(pybase64.b64encode, self._chunker.finish())  # type: ignore[no-untyped-call]
+
+
+class _Sink:
+    """Where a frame is unpacked to: ``left`` bytes are still to come, and ``behind`` is what came after them."""
+
+    def __init__(self, expected: int, take: Callable[[bytes], None]) -> None:
+        self.left = expected
+        self.behind = b""
+        self._take = take
+
+    def write(self, piece: bytes) -> int:
+        own, more = piece[: self.left], piece[self.left :]
+        self.left -= len(own)
+        # A byte more than belongs there is enough to know it.
+        self.behind = (self.behind + more)[: len(_MARKER) + 1]
+        if own:
+            self._take(own)
+        return len(piece)
+
+
+def _no_frame() -> InvalidInput:
+    return InvalidInput("data must be one zstd frame that says its size; it is not.")
+
+
+def _not_whole(expected: int) -> InvalidInput:
+    return InvalidInput(f"data must be one zstd frame of {expected} bytes, whole and alone; it is not.")
+
+
 def _frame_pieces(data: str | bytes) -> Iterator[bytes]:
     """What base64 holds, piece by piece, and behind it the marker."""
     text = data if isinstance(data, str) else memoryview(data)
@@ -211,9 +323,9 @@ class _Source:
 
 def _unpacked(data: str | bytes, expected: int) -> Array:
     """The frame's content, straight into its array: a piece of the frame is all that is held beside it."""
-    said = InvalidInput(f"data must be one zstd frame of {expected} bytes, whole and alone; it is not.")
+    said = _not_whole(expected)
     try:
-        size = zstandard.frame_content_size(_from_base64(data[:_HEAD_CHARACTERS]))
+        size = zstandard.frame_content_size(_from_base64(data[:HEAD_CHARACTERS]))
         if size not in (-1, expected):
             raise InvalidInput(f"data must unpack to {expected} bytes, as shape and dtype say; it says {size}.")
         reader = zstandard.ZstdDecompressor().stream_reader(cast("IO[bytes]", _Source(_frame_pieces(data))))

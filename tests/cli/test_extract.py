@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from streamtap.cli.extract import _FORMATS, _POOLINGS, extract
 from streamtap.cli.main import main
+from streamtap.engines.opening import BACKENDS
 from streamtap.pooling import POOLINGS
 from streamtap.testing.models import tiny_model
 from streamtap.testing.tokenizers import tiny_tokenizer
@@ -107,12 +108,25 @@ def test_every_option_reaches_the_cache(
         "exclude_special_tokens": True, "compute_perplexity": False,
         "cache_logits": True, "logit_positions": "all", "logit_top_k": 4,
         "truncate": "left", "generation_prompt": True, "exact": True, "dtype": "float32", "device": "cpu",
-        "batch_size": 2, "max_batch_tokens": 64,
+        "batch_size": 2, "max_batch_tokens": 64, "backend": "local", "remote": False, "api_base": None,
     }  # fmt: skip
     assert "logits=0 cached + 3 extracted" in result.stdout
 
 
+def test_what_runs_the_model_reaches_the_cache(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n")
+
+    refused = _run("m", file, *shlex.split("--backend vllm --device cuda:1"), cache=tmp_path / "cache")
+    away = _run("m", file, *shlex.split("--backend api --api-base http://127.0.0.1:9/v1"), cache=tmp_path / "cache")
+
+    assert (refused.exit_code, away.exit_code) == (2, 1)
+    assert "device means nothing to backend='vllm'" in refused.stderr
+    assert "API_KEY" in away.stderr
+
+
 def test_choices_are_those_of_the_library() -> None:
+    assert next(each for each in extract.params if each.name == "backend").type.choices == BACKENDS
     assert _POOLINGS == POOLINGS
     assert _FORMATS == FORMATS
 

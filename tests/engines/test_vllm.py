@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from streamtap.completion import CaptureAsk, CompletionRequest, Sampling, SteeringVector
-from streamtap.engines.vllm import DialectOptions, from_dialect, to_dialect
-from streamtap.engines.vllm_limits import check_vllm_can
-from streamtap.errors import InvalidInput, InvalidLayers, SteeringUnsupported, Unsupported
+from streamtap.engines.vllm import DialectOptions, from_dialect, to_dialect, to_vllm
+from streamtap.engines.vllm_limits import check_vllm_can, for_vllm
+from streamtap.errors import InvalidInput, InvalidLayers, SteeringNotFinite, SteeringUnsupported, Unsupported
 
 N_LAYERS, HIDDEN = 4, 3
 VECTOR = SteeringVector((1,), np.ones((1, HIDDEN), np.float32))
@@ -188,10 +188,43 @@ def test_what_is_sent_is_received(request: CompletionRequest) -> None:
         assert (got.positions, got.spans) == (asked.positions, asked.spans)
 
 
+def test_a_vllm_is_sent_nothing_of_ours() -> None:
+    request = CompletionRequest(
+        ("a",), 1, capture=CaptureAsk((1,), "last", "float32"), steering=(replace(VECTOR, scale=2.0),)
+    )
+
+    body = to_vllm(request, model="m", stream=False, include_usage=False)
+
+    assert set(body["vllm_xargs"]) == {"output_residual_stream", "apply_steering_vectors"}
+    assert body["vllm_xargs"]["output_residual_stream"] == [1]
+    assert body["return_token_ids"] is True
+    # vLLM would leave the prompt's text out for them.
+    echoed = to_vllm(replace(request, echo=True), model="m", stream=False, include_usage=False)
+    assert "return_token_ids" not in echoed
+    assert body["cache_salt"] != to_vllm(request, model="m", stream=False, include_usage=False)["cache_salt"]
+
+
+def test_several_greedy_samples_are_drawn_from_the_likeliest_alone() -> None:
+    greedy = CompletionRequest(("a",), 5, n=2, sampling=Sampling(temperature=0, top_k=7))
+
+    body = to_vllm(greedy, model="m", stream=False, include_usage=False)
+
+    assert (body["n"], body["temperature"], body["top_k"]) == (2, 1.0, 1)
+    alone = to_vllm(replace(greedy, n=1), model="m", stream=False, include_usage=False)
+    assert (alone["temperature"], alone["top_k"]) == (0, 7)
+
+
+def test_a_vllm_is_told_no_more_than_it_is_asked() -> None:
+    request = CompletionRequest(("a",), 5)
+
+    assert to_vllm(request, model="m", stream=False, include_usage=False) == sent(request)
+
+
 CAPTURE = CaptureAsk((1,))
 SPANS = replace(VECTOR, spans=((0, 2),))
 DEEP = SteeringVector((1,), np.ones((1, 2, HIDDEN), np.float32), positions=(0, 1))
 NORMED = replace(VECTOR, norm_match=True)
+ELSEWHERE = replace(VECTOR, layers=(2,))
 
 
 @pytest.mark.parametrize(
@@ -200,17 +233,23 @@ NORMED = replace(VECTOR, norm_match=True)
         (CompletionRequest(("a",), 0, capture=CAPTURE), Unsupported),
         (CompletionRequest(("a",), 0, prompt_logprobs=0), Unsupported),
         (CompletionRequest(("a", "b"), 1, capture=CAPTURE), Unsupported),
-        (CompletionRequest(("a",), 1, capture=replace(CAPTURE, positions="last")), Unsupported),
         (CompletionRequest(("a", "b"), 1, steering=(VECTOR,)), SteeringUnsupported),
         (CompletionRequest(("a",), 1, n=2, steering=(VECTOR,)), SteeringUnsupported),
-        (CompletionRequest(("a",), 1, steering=(SPANS,)), SteeringUnsupported),
+        (CompletionRequest(("a",), 2, steering=(SPANS,)), SteeringUnsupported),
         (CompletionRequest(("a",), 2, steering=(DEEP,)), SteeringUnsupported),
-        (CompletionRequest(("a",), 1, steering=(NORMED, VECTOR)), SteeringUnsupported),
+        (CompletionRequest(("a",), 1, steering=(VECTOR, NORMED)), SteeringUnsupported),
+        (CompletionRequest(("a",), 1, steering=(NORMED, NORMED)), SteeringUnsupported),
     ],
 )
 def test_what_vllm_gets_wrong_is_refused(request_: CompletionRequest, kind: type[Unsupported]) -> None:
     with pytest.raises(kind, match="vLLM"):
-        check_vllm_can(request_)
+        check_vllm_can(request_, runs_whole=True)
+
+
+@pytest.mark.parametrize("vector", [SPANS, DEEP])
+def test_single_positions_of_a_prompt_that_may_run_in_pieces_are_refused(vector: SteeringVector) -> None:
+    with pytest.raises(SteeringUnsupported, match="in pieces"):
+        check_vllm_can(CompletionRequest(("a",), 1, steering=(VECTOR, vector)), runs_whole=False)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +258,63 @@ def test_what_vllm_gets_wrong_is_refused(request_: CompletionRequest, kind: type
         CompletionRequest(("a", "b"), 3, n=4),
         CompletionRequest(("a",), 0, echo=True),
         CompletionRequest(("a",), 9, capture=CAPTURE, steering=(VECTOR, VECTOR)),
+        CompletionRequest(("a",), 9, capture=replace(CAPTURE, positions="last", dtype="float32")),
         CompletionRequest(("a",), 1, steering=(DEEP,)),
-        CompletionRequest(("a",), 9, steering=(NORMED, replace(VECTOR, layers=(2,)))),
+        CompletionRequest(("a",), 1, steering=(SPANS, VECTOR)),
+        CompletionRequest(("a",), 9, steering=(NORMED, VECTOR, replace(ELSEWHERE, norm_match=True), ELSEWHERE)),
     ],
 )
 def test_what_vllm_gets_right_is_let_through(request_: CompletionRequest) -> None:
-    check_vllm_can(request_)
+    check_vllm_can(request_, runs_whole=True)
+
+
+def test_spans_become_a_vector_for_each_position_that_the_prompt_has() -> None:
+    wide = SteeringVector((1, 2), np.arange(6, dtype=np.float32).reshape(2, 3), 0.5, True, spans=((1, 3), (5, 2**31)))
+
+    made = for_vllm(CompletionRequest(("a",), 1, steering=(VECTOR, wide)), [8], None)
+
+    plain, spread = made.steering
+    assert plain is VECTOR
+    assert (spread.positions, spread.spans) == ((1, 2, 5, 6, 7), None)
+    assert (spread.layers, spread.scale, spread.norm_match) == ((1, 2), 0.5, True)
+    assert spread.vectors.shape == (2, 5, 3)
+    assert all(np.array_equal(spread.vectors[:, place], wide.vectors) for place in range(5))
+
+
+def test_a_request_without_spans_is_what_it_was() -> None:
+    request = CompletionRequest(("a",), 1, steering=(VECTOR, DEEP))
+
+    assert for_vllm(request, [3], None) is request
+
+
+def test_spans_that_would_grow_too_large_are_refused() -> None:
+    wide = SteeringVector((1,), np.ones((1, 4096), np.float32), spans=((0, 2000),))
+
+    request = CompletionRequest(("a",), 1, steering=(wide,))
+
+    assert for_vllm(request, [1024], None).steering[0].positions == tuple(range(1024))
+    with pytest.raises(SteeringUnsupported, match="1025 positions"):
+        for_vllm(request, [1025], None)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "fits"),
+    [
+        (6e4, "float16", True),
+        (7e4, "float16", False),
+        (7e4, "bfloat16", True),
+        (-1e39, None, False),
+        (1e308, None, False),
+    ],
+)
+def test_a_vector_that_no_dtype_holds_is_refused(scale: float, dtype: str | None, fits: bool) -> None:
+    request = CompletionRequest(("a",), 1, steering=(VECTOR, replace(VECTOR, scale=scale)))
+
+    if fits:
+        assert for_vllm(request, [1], dtype) is request
+    else:
+        with pytest.raises(SteeringNotFinite, match="lower its scale"):
+            for_vllm(request, [1], dtype)
+    # Where the norm is matched, how long the vector is does not matter.
+    normed = CompletionRequest(("a",), 1, steering=(replace(VECTOR, scale=scale, norm_match=True),))
+    assert for_vllm(normed, [1], dtype) is normed

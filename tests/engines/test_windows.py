@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from streamtap.activations import Provenance
-from streamtap.capture.groups import Ask, BatchRows
+from streamtap.capture.runs import HostRows
 from streamtap.engines import windows as module
 from streamtap.engines.tokenizing import PromptTokenizer
 from streamtap.engines.windows import HeldBytes, Window, perplexity_of, windows_of
@@ -121,11 +120,11 @@ def test_equal_prompts_of_one_window_only_are_found(monkeypatch: pytest.MonkeyPa
     assert [window.places for window in windows([[5], [5], [5]])] == [[[0, 1]], [[2]]]
 
 
-def batch(counts: list[int], positions: list[int], **head: Any) -> BatchRows:
-    """Rows of one layer that hold 0, 1, 2, …"""
-    rows = torch.arange(sum(counts), dtype=torch.float32)[None, :, None]
+def batch(counts: list[int], positions: list[int], n_layers: int = 1, **head: Any) -> HostRows:
+    """Rows that hold 0, 1, 2, … at the first layer, 100 more at each further one."""
+    rows = np.arange(sum(counts), dtype=np.float32)[None, :, None] + 100 * np.arange(n_layers)[:, None, None]
     parts = {"nll": None, "logits": None, "logit_ids": None} | head
-    return BatchRows(rows, np.array(counts), np.array(positions, np.int32), **parts)
+    return HostRows(rows, np.array(counts), np.array(positions, np.int32), **parts)
 
 
 def test_rows_are_given_out_under_every_place_of_their_run() -> None:
@@ -136,7 +135,7 @@ def test_rows_are_given_out_under_every_place_of_their_run() -> None:
     )
 
     spec = CaptureSpec(token_nll=True, perplexity=True, logits="last")
-    acts = window.activations((1, 0), rows, Ask((4,), "none"), spec, MADE_BY)
+    acts = window.activations((1, 0), rows, (4,), spec, MADE_BY)
 
     assert acts.index.tolist() == [1, 0, 2]
     assert acts.offsets.tolist() == [0, 1, 3, 5]
@@ -153,10 +152,31 @@ def test_rows_are_given_out_under_every_place_of_their_run() -> None:
     assert acts.logit_offsets.tolist() == [0, 1, 2, 3]
 
 
+def test_rows_are_given_out_under_the_layers_that_were_asked_for() -> None:
+    (window,) = windows([[5, 6], [7]])
+
+    acts = window.activations((0, 1), batch([2, 1], [0, 1, 0], n_layers=2), (3, 8), CaptureSpec(), MADE_BY)
+
+    assert acts.layers == (3, 8)
+    assert acts.acts[3][:, 0].tolist() == [0, 1, 2]
+    assert acts.acts[8][:, 0].tolist() == [100, 101, 102]
+
+
+def test_without_rows_there_are_no_layers() -> None:
+    (window,) = windows([[5, 6]])
+    rows = HostRows(None, np.array([2]), np.array([0, 1], np.int32), [np.array([0.5], np.float32)], None, None)
+
+    acts = window.activations((0,), rows, (), CaptureSpec(layers=(), token_nll=True), MADE_BY)
+
+    assert acts.layers == ()
+    assert acts.offsets.tolist() == [0, 2]
+    assert acts.token_ids.tolist() == [5, 6]
+
+
 def test_a_row_over_several_tokens_stands_on_none() -> None:
     (window,) = windows([[5, 6], [7, 8, 9]], pooling="mean")
 
-    acts = window.activations((1, 0), batch([1, 1], [-1, -1]), Ask((0,), "mean"), CaptureSpec(pooling="mean"), MADE_BY)
+    acts = window.activations((1, 0), batch([1, 1], [-1, -1]), (0,), CaptureSpec(pooling="mean"), MADE_BY)
 
     assert acts.token_ids.tolist() == acts.positions.tolist() == [-1, -1]
     assert acts.pooling == "mean"

@@ -15,6 +15,8 @@ from streamtap.server.config import ModelConfig
 from streamtap.testing.stub_engine import StubPool
 from streamtap.testing.stub_gateway import StubGateway
 
+OF_ACTIVATIONS = {"max_activation_prompt_tokens", "max_harvest_prompts", "output_positions", "output_dtypes"}
+
 
 def _run(folder: Path, act: Callable[[StubGateway], Coroutine[Any, Any, None]], **more: Any) -> None:
     async def main() -> None:
@@ -71,6 +73,7 @@ def test_models_say_what_they_can_do_and_nothing_that_is_unknown(tmp_path: Path)
                 "max_model_len": 2048,
                 "max_logprobs": 100,
                 "max_output_work_tokens": 32000,
+                "least_max_tokens": 0,
                 "max_inflight_per_key": 16,
                 "max_queued_per_key": 64,
                 "rate_limit_per_minute": 600,
@@ -81,6 +84,8 @@ def test_models_say_what_they_can_do_and_nothing_that_is_unknown(tmp_path: Path)
                 "activations": True,
                 "max_steering_vectors": 8,
                 "max_activation_prompt_tokens": 64,
+                "output_positions": True,
+                "output_dtypes": ["bfloat16", "float32"],
                 "harvest": True,
                 "max_harvest_prompts": 4096,
                 "max_harvest_tokens": 2000000,
@@ -91,7 +96,7 @@ def test_models_say_what_they_can_do_and_nothing_that_is_unknown(tmp_path: Path)
         }
         assert mute["capabilities"]["activations"] is False
         assert mute["capabilities"]["harvest"] is False
-        assert {"max_activation_prompt_tokens", "max_harvest_prompts"}.isdisjoint(mute["capabilities"])
+        assert OF_ACTIVATIONS.isdisjoint(mute["capabilities"])
 
     _run(tmp_path, act)
 

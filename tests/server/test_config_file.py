@@ -173,6 +173,20 @@ def test_a_file_in_this_folder_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         (_model("engine = 'url'", "url = 'http://h'", "api_key_file = 'no'"), 6, "api_key_file: expected a file"),
         (_model("url = 'http://h'"), 4, "url: this is for engine = 'url'"),
         (_model("engine = 'vllm'", "device = 'cpu'"), 5, "device: vLLM chooses its device itself"),
+        (_model("tensor_parallel_size = 2"), 4, "tensor_parallel_size: this is for engine = 'vllm' without a command"),
+        (_model("pipeline_parallel_size = 2"), 4, "pipeline_parallel_size: this is for engine = 'vllm'"),
+        (_model("distributed_executor = 'ray'"), 4, "distributed_executor: this is for engine = 'vllm'"),
+        (_model("park = true"), 4, "park: this is for engine = 'vllm'"),
+        (_model("engine = 'url'", "url = 'http://h'", "park = true"), 6, "park: this is for engine = 'vllm'"),
+        (
+            _model("engine = 'vllm'", "command = ['run', '{port}']", "tensor_parallel_size = 2"),
+            6,
+            "tensor_parallel_size: this is for engine = 'vllm' without a command of one's own",
+        ),
+        (_model("engine = 'vllm'", "tensor_parallel_size = 0"), 5, "expected a whole number of at least 1"),
+        (_model("engine = 'vllm'", "pipeline_parallel_size = 1.5"), 5, "expected a whole number, got 1.5"),
+        (_model("engine = 'vllm'", "distributed_executor = 'mpi'"), 5, "expected 'mp' or 'ray', got 'mpi'"),
+        (_model("engine = 'vllm'", "park = 1"), 5, "park: expected true or false, got 1"),
         (_model("tokenizer = 'nowhere'"), 4, "tokenizer: expected a tokenizer.json or a folder with one"),
         (_model("", _model()), 6, "id: 'a' is the id of model 1 already; give each its own"),
         ("[[models]]\nid = 'a/b'\ncheckpoint = 'x/y'", 2, "id: expected 1 to 64 of A-Z a-z 0-9 . _ -"),
@@ -186,6 +200,17 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, text: str, line: int, re
     assert message.startswith(f"{tmp_path / 'streamtap.toml'}, line {line}: ")
     assert reason in message
     assert "hunter2" not in message
+
+
+def test_one_model_over_many_devices_is_read(tmp_path: Path) -> None:
+    lines = ("tensor_parallel_size = 8", "pipeline_parallel_size = 2", "distributed_executor = 'ray'", "park = true")
+    (model,) = _read(tmp_path, _model("engine = 'vllm'", *lines)).models
+
+    assert (model.tensor_parallel_size, model.pipeline_parallel_size) == (8, 2)
+    assert (model.distributed_executor, model.park) == ("ray", True)
+    # What every model has without a word is no fault of any kind of engine.
+    plain = _read(tmp_path, _model("tensor_parallel_size = 1", "pipeline_parallel_size = 1", "park = false")).models[0]
+    assert (plain.tensor_parallel_size, plain.distributed_executor, plain.park) == (1, None, False)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -214,3 +214,10 @@ def test_addresses() -> None:
         b"POST /engines/a/v1/completions HTTP/1.1\r\nHost: h\r\n"
     )
     assert address_of("https://h").port == 443
+
+
+def test_other_addresses_of_an_engine() -> None:
+    for base in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
+        assert address_of(base).lead.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: h:1\r\n")
+        assert address_of(base, "GET", "/metrics").lead.startswith(b"GET /metrics HTTP/1.1\r\nHost: h:1\r\n")
+    assert address_of("https://h/far/v1", "GET", "/v1/models").lead.startswith(b"GET /far/v1/models HTTP/1.1\r\n")

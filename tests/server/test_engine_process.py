@@ -304,8 +304,10 @@ def test_command_lines_say_all_that_the_table_says() -> None:
     )
     vllm = ModelConfig(id="m", checkpoint="/models/x", name="org/x", engine="vllm", dtype="bfloat16", max_model_len=99)
     assert " ".join(command_of(vllm, 80)) == (
-        "vllm serve /models/x --served-model-name org/x --host 127.0.0.1 --port 80 --dtype bfloat16 --max-model-len 99"
+        "vllm serve /models/x --served-model-name org/x --host 127.0.0.1 --port 80 --dtype bfloat16 --max-model-len 99 "
+        "--max-logprobs=-1 --no-enable-prefix-caching --no-enable-chunked-prefill"
     )
+    assert "--no-enable-prefix-caching" not in command_of(vllm, 80, "completions")
     own = ModelConfig(id="m", checkpoint="org/model", name="n", command=("run", "{model}:{name}", "{{}}", "--p={port}"))
     assert command_of(own, 80) == ["run", "org/model:n", "{}", "--p=80"]
 

@@ -191,4 +191,4 @@ def test_a_failed_fit_leaves_the_earlier_one() -> None:
 
 def test_unknown_parameters_are_not_accepted_silently() -> None:
     with pytest.raises(TypeError):
-        Probe(pooling="mean")  # type: ignore[call-arg]
+        Probe(poling="mean")  # type: ignore[call-arg]

@@ -20,7 +20,6 @@ from streamtap.errors import (
     InvalidPrompt,
     PoolingMismatch,
     PromptTooLong,
-    Unsupported,
 )
 from streamtap.pooling import pool
 from streamtap.testing.fake_engine import FakeEngine
@@ -337,16 +336,6 @@ def test_arguments_that_mean_nothing_are_refused(open_cache: OpenCache) -> None:
     ):
         with pytest.raises(InvalidInput, match=made_with):
             ask(PROMPTS)
-
-
-def test_other_backends_are_refused(open_cache: OpenCache) -> None:
-    for options in ({"backend": "nnsight"}, {"remote": True}, {"backend": "nnsight", "remote": True}):
-        with pytest.raises(Unsupported, match="not part of this version"):
-            open_cache(**options)
-    cache = open_cache()
-    for ask in (cache.warmup, cache.get_activations, cache.get_perplexity, cache.get_logits):
-        with pytest.raises(Unsupported, match="remote=True"):
-            ask(PROMPTS, remote=True)
 
 
 def test_the_with_block_closes_the_store_and_leaves_the_engine(engine: FakeEngine, open_cache: OpenCache) -> None:

@@ -10,22 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamtap.capture.arrays import to_numpy
 from streamtap.capture.forward import Forward
 from streamtap.capture.head import Head, HeadRows
 from streamtap.capture.narrowing import Narrowing
 from streamtap.capture.recorder import REDUCED, PassLayout
+from streamtap.capture.runs import HostRows, TokenIds, TokenRun
 from streamtap.pooling import ONE_TOKEN
-
-TokenIds = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class TokenRun:
-    """One token sequence to run: int32 [tokens], the positions that have a row, and its place for errors."""
-
-    token_ids: TokenIds
-    chosen: NDArray[np.int32]
-    name: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +55,11 @@ class BatchRows:
     nll: list[NDArray[np.float32]] | None
     logits: list[NDArray[np.float32]] | None
     logit_ids: list[NDArray[np.int32]] | None
+
+    def on_host(self) -> HostRows:
+        """The same as arrays."""
+        rows = None if self.rows is None else to_numpy(self.rows)
+        return HostRows(rows, self.counts, self.positions, self.nll, self.logits, self.logit_ids)
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,20 @@ def residual_of(output: Any, layer: int) -> torch.Tensor:
     """The residual stream [batch, positions, hidden] in what a block returned: a tensor, or a tuple led by one.
 
     Raises:
-        CaptureMissed: it is neither, or has other axes.
+        CaptureMissed: it is neither, has other axes, or comes in two parts.
     """
     first = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(first, torch.Tensor) and first.ndim == 3:
+        if first is not output and any(_is_like(first, each) for each in output[1:]):
+            raise CaptureMissed(
+                f"block {layer} returned two tensors of one shape {tuple(first.shape)}: the residual stream may be "
+                "their sum, still to be added, and one of them is not it.",
+                layer=layer,
+            )
         return first
     shape = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
     raise CaptureMissed(f"block {layer} returned {shape}; expected [batch, positions, hidden].", layer=layer)
+
+
+def _is_like(stream: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and other.shape == stream.shape and other.is_floating_point()

@@ -80,7 +80,8 @@ def _engine(config: Any, model: Any, role: Any) -> dict[str, str]:
 
     if model.engine == "url":
         return {"url": masked_url(address_of(model, role))}
-    return {"command": shlex.join(command_of(model, "PORT")), "log": str(log_path(config, model.id, role).absolute())}
+    log = str(log_path(config, model.id, role).absolute())
+    return {"command": shlex.join(command_of(model, "PORT", role)), "log": log}
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""``streamtap doctor``: what is installed, where things are kept, and what is missing."""
+"""``streamtap doctor``: what is installed, where things are kept, and what is missing; or how right an engine is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import click
 
 import streamtap
+from streamtap.cli.doctor_engine import OPTIONS, Asked, compare_engine
+from streamtap.cli.options import with_options
 from streamtap.cli.text import show, size
 from streamtap.errors import StreamtapError
 from streamtap.settings import Settings
@@ -32,6 +34,7 @@ LIBRARIES = {
     "stores": ("obstore",),
     "corpora": ("datasets",),
     "ray": ("ray",),
+    "nnsight": ("nnsight", "httpx", "websocket-client"),
     "serve": (
         *("alembic", "fastapi", "httptools", "prometheus_client", "psycopg", "sqlalchemy", "starlette"),
         *("tokenizers", "uvicorn"),
@@ -40,9 +43,17 @@ LIBRARIES = {
 
 
 @click.command()
+@with_options(OPTIONS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
-    """Print versions, devices, the cache's place, and which extras are there."""
+@click.pass_context
+def doctor(ctx: click.Context, /, as_json: bool, **asked: Any) -> None:
+    """Print versions, devices, the cache's place, and which extras are there.
+
+    With --engine, run one prompt on an engine and on the float32 reference instead, and print how far apart they are at
+    each layer; the exit status is 1 where that is more than what is promised.
+    """
+    if not (check := Asked(**asked)).is_nothing:
+        ctx.exit(compare_engine(check, as_json))
     found = examine(Settings.from_environment())
     show([json.dumps(found, indent=2)] if as_json else _lines(found))
 
@@ -67,7 +78,8 @@ def examine(settings: Settings) -> dict[str, Any]:
 def _extras(libraries: dict[str, str | None]) -> dict[str, bool]:
     present = {extra: all(libraries[name] for name in names) for extra, names in LIBRARIES.items()}
     del present["core"]
-    return present | {"demo": present["demo"] and present["local"]}  # the demo also runs a model
+    # These also run a model.
+    return present | {extra: present[extra] and present["local"] for extra in ("demo", "nnsight")}
 
 
 def _version(library: str) -> str | None:

@@ -52,6 +52,15 @@ _HOW = (
     click.option("--exact", is_flag=True, help="Run each prompt alone and whole: slower, to the bit."),
     click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16, or the checkpoint's."),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda:1, mps, or the best that is there."),
+    click.option(
+        "--backend",
+        type=click.Choice(("local", "nnsight", "vllm", "api")),
+        default="local",
+        show_default=True,
+        help="What runs the model; api is a service, whose id --model then is.",
+    ),
+    click.option("--remote", is_flag=True, help="With --backend nnsight: on NDIF, with NDIF_API_KEY."),
+    click.option("--api-base", help="With --backend api: its address; the key comes from STREAMTAP_API_KEY."),
     click.option("--batch-size", type=click.IntRange(min=1), help="At most this many prompts in a batch."),
     click.option("--max-batch-tokens", type=click.IntRange(min=1), help="At most this many tokens in a batch."),
 )
@@ -95,7 +104,8 @@ def extract(
         check_folder(out, overwrite=overwrite)
     source = sys.stdin.buffer if file == "-" else file
     prompts = read_prompts(source, file_format=file_format, column=column, limit=limit)
-    announce_unpacking(asked["model"])
+    if asked["backend"] != "api":
+        announce_unpacking(asked["model"])
     with _open_cache(**asked) as cache:
         _run(cache, prompts, "standard input" if file == "-" else Path(file).name)
         if out is not None:

@@ -81,3 +81,12 @@ class Completes(Protocol):
     def close(self) -> None:
         """Fail what is queued and let go of the model."""
         ...
+
+
+@runtime_checkable
+class AcrossNetwork(Protocol):
+    """An engine whose model is reached over a network, which may fail for a while."""
+
+    def trying(self, max_retries: int) -> None:
+        """Ask up to ``max_retries`` times more where the way there fails; the default is the engine's own."""
+        ...

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: A steered prompt's keys and values must not serve another request, and a vector for one position is right only where
+#: a prompt runs in one piece.
+_CAPTURING = ("--no-enable-prefix-caching", "--no-enable-chunked-prefill")
 
 
 def worker_command(
@@ -29,18 +34,46 @@ def worker_command(
     return [*command, *_listening(name, port), *_given(options)]
 
 
-def vllm_command(
-    model: str,
-    *,
-    name: str,
-    port: int | str,
-    revision: str | None = None,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-) -> list[str]:
+@dataclass(frozen=True)
+class VllmOptions:
+    """What ``vllm serve`` is told beside the model; None and 1 leave a flag out.
+
+    ``distributed_executor`` is what starts the processes of several devices, ``"ray"`` those of several machines.
+    ``captures`` is an engine for captures and steering; one that ``parks`` may be put to sleep.
+    """
+
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor: str | None = None
+    captures: bool = True
+    parks: bool = False
+
+
+def vllm_command(model: str, *, name: str, port: int | str, options: VllmOptions) -> list[str]:
     """``vllm serve``, as it stands on the path."""
-    options = {"--revision": revision, "--dtype": dtype, "--max-model-len": max_model_len}
-    return ["vllm", "serve", model, *_listening(name, port), *_given(options)]
+    given = {
+        "--revision": options.revision,
+        "--dtype": options.dtype,
+        "--max-model-len": options.max_model_len,
+        "--tensor-parallel-size": _of_several(options.tensor_parallel_size),
+        "--pipeline-parallel-size": _of_several(options.pipeline_parallel_size),
+        "--distributed-executor-backend": options.distributed_executor,
+    }
+    flags = [
+        # How many log-probabilities a request may ask for is the gateway's to say.
+        "--max-logprobs=-1",
+        *(_CAPTURING if options.captures else ()),
+        *(("--enable-sleep-mode",) if options.parks else ()),
+    ]
+    return ["vllm", "serve", model, *_listening(name, port), *_given(given), *flags]
+
+
+def prefills_whole(arguments: Sequence[str]) -> bool:
+    """Whether a ``vllm serve`` of ours that is given ``arguments`` beside its flags runs every prompt in one piece."""
+    return not any(word.replace("_", "-").startswith("--enable-chunked") for word in arguments)
 
 
 def filled_command(words: Sequence[str], *, model: str, name: str, port: int | str) -> list[str]:
@@ -48,14 +81,23 @@ def filled_command(words: Sequence[str], *, model: str, name: str, port: int | s
     return [word.format(port=port, model=model, name=name) for word in words]
 
 
-def engine_environment(key: str, *, captures: bool) -> dict[str, str]:
-    """Variables that an engine process gets beside ours: the key that it asks for, and whether vllm-lens is on."""
+def engine_environment(key: str, *, captures: bool, parks: bool = False) -> dict[str, str]:
+    """Variables that an engine process gets beside ours.
+
+    They are the key that it asks for, whether vllm-lens is on, and whether vLLM takes the calls that put it to sleep.
+    """
     variables = {"STREAMTAP_WORKER_KEY": key, "VLLM_API_KEY": key}
-    return variables if captures else variables | {"VLLM_LENS_DISABLE": "1"}
+    if not captures:
+        variables |= {"VLLM_LENS_DISABLE": "1"}
+    return variables | {"VLLM_SERVER_DEV_MODE": "1"} if parks else variables
 
 
 def _listening(name: str, port: int | str) -> list[str]:
     return ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _of_several(devices: int) -> int | None:
+    return devices if devices > 1 else None
 
 
 def _given(options: dict[str, str | int | None]) -> list[str]:

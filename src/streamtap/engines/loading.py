@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from streamtap.activations import Provenance
 from streamtap.engines.base import IN_MEMORY
 from streamtap.engines.gguf_reading import parsed_once
-from streamtap.engines.references import ModelReference, find_model, has_tokenizer, tokenizer_fingerprint
+from streamtap.engines.references import ModelReference, find_model, tokenizer_fingerprint
 from streamtap.errors import InvalidInput, MissingExtra, UnsupportedModel
 from streamtap.fingerprint import fingerprint
 from streamtap.settings import Settings
@@ -28,6 +28,7 @@ except ImportError as _error:
     raise MissingExtra("running a model here needs torch and transformers: pip install 'streamtap[local]'.") from _error
 
 from streamtap.capture.arrays import dtype_name
+from streamtap.engines.tokenizer_files import first_line, load_tokenizer, quiet_transformers, source_of
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _NOT_THIS_CLASS = "Unrecognized configuration class"
@@ -67,7 +68,7 @@ def load_model(
     place = _device(device)
     options: dict[str, Any] = {"dtype": _dtype(dtype), "attn_implementation": attention, "device_map": device_map}
     options["quantization_config"] = _quantization(quantization) or (_plain_gguf() if found.gguf else None)
-    source, where = _source(found)
+    source, where = source_of(found)
     options = {key: value for key, value in (options | where).items() if value is not None}
     with quiet_transformers(), _gguf_reader(found):
         model = _model(name, source, options)
@@ -78,23 +79,6 @@ def load_model(
         found = find_model(name, found.revision, settings=settings)
     commit = found.commit or getattr(model.config, "_commit_hash", None) or "unknown"
     return Loaded(model, tokenizer, provenance_of(model, tokenizer, name, commit=commit, reference=found))
-
-
-def load_tokenizer(reference: ModelReference) -> Any:
-    """The model's tokenizer, or None where it has none.
-
-    Raises:
-        InvalidInput: the Hub id cannot be reached, or the files of the tokenizer cannot be read.
-    """
-    source, where = _source(reference)
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
-    except (OSError, ValueError, KeyError) as error:
-        if reference.folder is None or has_tokenizer(reference):
-            raise InvalidInput(
-                f"the tokenizer of {reference.name!r} could not be read: {_first_line(error)}"
-            ) from error
-        return None
 
 
 def provenance_of(
@@ -143,38 +127,17 @@ def save_dequantised(gguf: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars of the library inside the ``with``; ours are enough."""
-    log: Any = transformers.utils.logging
-    bars = log.is_progress_bar_enabled()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            log.enable_progress_bar()
-
-
-def _source(reference: ModelReference) -> tuple[str, dict[str, Any]]:
-    if reference.gguf is not None:
-        return str(reference.folder), {"gguf_file": reference.gguf}
-    if reference.folder is not None and not reference.is_hub:
-        return str(reference.folder), {}
-    return reference.name, {"revision": reference.commit or reference.revision or "main"}
-
-
 def _model(name: str, source: str, options: dict[str, Any]) -> Any:
     try:
         model, report = _from_pretrained(source, options)
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
-        raise MissingExtra(f"{name!r} could not be loaded: {_first_line(error)}") from error
+        raise MissingExtra(f"{name!r} could not be loaded: {first_line(error)}") from error
     except _LOADING_ERRORS as error:
         if _NOT_THIS_CLASS in str(error):
             raise UnsupportedModel(
-                f"{name!r} is not a decoder-only language model of transformers: {_first_line(error)}"
+                f"{name!r} is not a decoder-only language model of transformers: {first_line(error)}"
             ) from error
         raise InvalidInput(f"{name!r} could not be loaded: {_reason(error)}") from error
     _refuse_gaps(model, report["missing_keys"], name)
@@ -222,7 +185,7 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
-            f"device {name!r} is not on this machine; write 'auto', 'cpu' or 'cuda:0' ({_first_line(error)})"
+            f"device {name!r} is not on this machine; write 'auto', 'cpu' or 'cuda:0' ({first_line(error)})"
         ) from error
     return device
 
@@ -278,9 +241,5 @@ def _in_memory_tokenizer(tokenizer: Any) -> str:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, SafetensorError | struct.error):
-        return f"its weights are damaged ({_first_line(error)})"
-    return "its weights have other shapes than its config says" if "mismatched" in str(error) else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"its weights are damaged ({first_line(error)})"
+    return "its weights have other shapes than its config says" if "mismatched" in str(error) else first_line(error)

@@ -18,10 +18,11 @@ except ImportError as _error:
 from streamtap.activations import Activations, Provenance, in_asked_order
 from streamtap.capture.batches import Group, cut_batches, share_prefixes
 from streamtap.capture.forward import Forward
-from streamtap.capture.groups import Ask, BatchRows, Prefix, TokenRun, run_batch, run_prefix
+from streamtap.capture.groups import Ask, BatchRows, Prefix, run_batch, run_prefix
 from streamtap.capture.head import Head
 from streamtap.capture.narrowing import Narrowing
 from streamtap.capture.passes import follows_the_longest
+from streamtap.capture.runs import TokenRun
 from streamtap.completion import Cancel, Completion, CompletionRequest, Delta, Emit
 from streamtap.engines.completing import PromptsLike, request_of, run_request, stream_request
 from streamtap.engines.generation.building import generator_for
@@ -279,7 +280,7 @@ class TransformersEngine:
     def _window(self, window: Window, spec: CaptureSpec, ask: Ask) -> Iterator[Activations]:
         for group in self._groups(window.runs, spec):
             for members, rows in self._group(group, window.runs, spec, ask):
-                yield window.activations(members, rows, ask, spec, self.provenance)
+                yield window.activations(members, rows.on_host(), ask.layers, spec, self.provenance)
 
     def _groups(self, runs: Sequence[TokenRun], spec: CaptureSpec) -> list[Group]:
         everyone = Group(0, tuple(range(len(runs))))

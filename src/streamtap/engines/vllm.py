@@ -7,12 +7,15 @@
         "apply_steering_vectors": "[{…}]",           JSON in a string
         "output_positions", "output_dtype"           ours, as is position_spans inside a vector
     }}
+
+A vLLM is sent ``to_vllm``, which has nothing of ours in it.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streamtap.completion import CaptureAsk, CompletionRequest
@@ -23,6 +26,9 @@ from streamtap.wire.steering import vector_body
 
 #: Arguments that stand at the top of a body of ours, and in here in one of vLLM's.
 _ARGUMENTS = ("output_residual_stream", "output_positions", "output_dtype", "apply_steering_vectors")
+
+#: Below it, vLLM takes a temperature for 0.
+_GREEDY = 1e-5
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,26 @@ def to_dialect(request: CompletionRequest, *, model: str, stream: bool, include_
         body["stream_options"] = {"include_usage": include_usage}
     if arguments := _arguments(request):
         body["vllm_xargs"] = arguments
+    return body
+
+
+def to_vllm(request: CompletionRequest, *, model: str, stream: bool, include_usage: bool) -> dict[str, Any]:
+    """``request`` as a body for a ``vllm serve`` with vllm-lens, whose rows come at every position, as they are made.
+
+    Raises:
+        InvalidInput: as ``to_dialect``.
+    """
+    capture = request.capture
+    plain = request if capture is None else replace(request, capture=CaptureAsk(capture.layers))
+    body = to_dialect(plain, model=model, stream=stream, include_usage=include_usage)
+    if request.n > 1 and request.sampling.temperature < _GREEDY:
+        # It refuses several greedy samples; to draw from the likeliest alone is the same.
+        body |= {"temperature": 1.0, "top_k": 1}
+    if capture is not None and not request.echo:  # which it leaves out for those
+        body["return_token_ids"] = True
+    if request.steering:
+        # Of a steered prompt, keys and values lie in vLLM's prefix cache as if they were the plain prompt's.
+        body["cache_salt"] = secrets.token_urlsafe(16)
     return body
 
 

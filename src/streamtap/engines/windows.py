@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamtap.activations import Activations, Provenance
-from streamtap.capture.arrays import to_numpy
-from streamtap.capture.groups import Ask, BatchRows, TokenRun
+from streamtap.capture.runs import HostRows, TokenRun
 from streamtap.engines.tokenizing import PromptTokenizer, Tokens
 from streamtap.fingerprint import tokens_digest
 from streamtap.ragged import offsets_of
@@ -44,13 +43,12 @@ class Window:
     places: list[list[int]]
 
     def activations(
-        self, members: Sequence[int], rows: BatchRows, ask: Ask, spec: CaptureSpec, provenance: Provenance
+        self, members: Sequence[int], rows: HostRows, layers: Sequence[int], spec: CaptureSpec, provenance: Provenance
     ) -> Activations:
-        """The batch's rows as ``Activations``, equal prompts repeated."""
+        """The rows of runs ``members`` as ``Activations``, equal prompts repeated."""
         offsets = offsets_of(rows.counts)
-        stacked = None if rows.rows is None else to_numpy(rows.rows)
         distinct = Activations(
-            acts={} if stacked is None else {layer: stacked[i] for i, layer in enumerate(ask.layers)},
+            acts={} if rows.rows is None else {layer: rows.rows[i] for i, layer in enumerate(layers)},
             offsets=offsets,
             token_ids=self._row_tokens(members, rows),
             positions=rows.positions,
@@ -73,7 +71,7 @@ class Window:
         whole.index[:] = [place for u in members for place in self.places[u]]
         return whole
 
-    def _row_tokens(self, members: Sequence[int], rows: BatchRows) -> NDArray[np.int32]:
+    def _row_tokens(self, members: Sequence[int], rows: HostRows) -> NDArray[np.int32]:
         token_ids = np.full(len(rows.positions), -1, np.int32)
         start = 0
         for u, count in zip(members, rows.counts, strict=True):

@@ -20,9 +20,10 @@ class EngineSource(Protocol):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A ``transformers`` model by name; ``options`` are those of ``TransformersEngine.load``.
+    """A model by name; ``options`` are those of ``load_engine``, such as ``backend``, and of the backend's own engine.
 
-    A folder or file that ``model`` names must be there on every machine.
+    ``{"backend": "vllm", "tensor_parallel_size": 4}`` is a model on vLLM, over four of the machine's GPUs. A folder or
+    file that ``model`` names must be there on every machine, and so must the libraries.
     """
 
     model: str = "demo"
@@ -33,6 +34,7 @@ class ModelSource:
 
         Raises:
             InvalidInput: no such model on this machine, or an option that means nothing.
-            MissingExtra: torch and transformers are not installed here.
+            MissingExtra: what the backend needs is not installed here.
         """
-        return load_engine(self.model, **self.options)
+        engine: Engine = load_engine(self.model, **self.options)
+        return engine

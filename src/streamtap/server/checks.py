@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from streamtap.completion import CompletionRequest
-from streamtap.engines.vllm_limits import check_vllm_can
+from streamtap.engines.vllm_limits import check_vllm_can, for_vllm
 from streamtap.errors import (
     ActivationsUnsupported,
     CapturePromptTooLong,
@@ -18,6 +18,7 @@ from streamtap.errors import (
 )
 from streamtap.server.config import Limits, Role
 from streamtap.server.models.catalog import Catalog, Served, served
+from streamtap.server.pool.command_line import runs_prompts_whole
 from streamtap.wire.counted import check_positions, check_steered_positions, counted_positions
 from streamtap.wire.requests import CompletionBody
 
@@ -125,11 +126,12 @@ def plan(
     """
     max_tokens = _max_tokens(body, counts, found, limits)
     whole = replace(request, max_tokens=max_tokens)
-    if found.config.engine == "vllm":
-        check_vllm_can(whole)
+    is_vllm = found.config.engine == "vllm"
+    if is_vllm:
+        check_vllm_can(whole, runs_whole=runs_prompts_whole(found.config))
     _check_context(whole, counts, found)
     _check_full_vocabulary(whole, counts, limits)
-    _check_capture(whole, counts, found)
+    _check_capture(whole, counts, found, is_vllm=is_vllm)
     check_steered_positions(whole.steering, counts, max_tokens)
     made = Plan(found, whole, counts, body.include_usage)
     if made.output_tokens > limits.max_output_work_tokens:
@@ -174,17 +176,35 @@ def _check_full_vocabulary(request: CompletionRequest, counts: tuple[int, ...], 
         )
 
 
+def for_the_vllm_behind(made: Plan) -> CompletionRequest:
+    """What the model's vLLM is asked in place of ``made``'s request; refused is what it would answer wrongly.
+
+    Raises:
+        CapturePromptTooLong: at every position, as it captures, there would be more than one capture may have.
+        Unsupported: it has no such capture; ``SteeringUnsupported`` alike.
+        SteeringNotFinite: a vector is out of its range.
+    """
+    found, request, counts = made.served, made.request, made.prompt_tokens
+    if found.config.engine != "vllm":
+        # Of an engine that runs elsewhere it shows only now what it is.
+        check_vllm_can(request, runs_whole=False)
+        _check_capture(request, counts, found, is_vllm=True)
+    return for_vllm(request, counts, found.facts.dtype)
+
+
 def capture_cap(found: Served, layers: int) -> int:
     """Positions that a capture of so many layers may have."""
     base, depth = found.config.max_activation_prompt_tokens, found.facts.n_layers
     return base if layers >= depth else min(base * depth // layers, found.facts.max_model_len)
 
 
-def _check_capture(request: CompletionRequest, counts: tuple[int, ...], found: Served) -> None:
+def _check_capture(request: CompletionRequest, counts: tuple[int, ...], found: Served, *, is_vllm: bool) -> None:
     if (capture := request.capture) is None:
         return
     for count in counts:
         check_positions(capture, count, request.max_tokens)
+    if is_vllm:  # which captures every position, whatever goes on from here
+        capture = replace(capture, positions="all")
     positions = sum(counted_positions(capture, count, request.max_tokens) for count in counts)
     cap = capture_cap(found, len(capture.layers))
     if positions > cap:

@@ -19,6 +19,12 @@ class ModelConfig:
     ``{model}`` and ``{name}``; ``arguments`` are added to it. ``url`` is where a running engine of kind ``url``
     answers. ``n_layers``, ``hidden_size``, ``max_model_len``, ``vocabulary`` and ``tokenizer`` (a folder or a
     tokenizer.json) are read from the checkpoint's files where they are None. ``idle_seconds`` 0 never stops it.
+
+    Of ``engine = "vllm"``: ``tensor_parallel_size`` and ``pipeline_parallel_size`` spread one model over so many
+    devices, ``distributed_executor`` is what starts them (``"ray"`` for several machines), and ``park`` lets an idle
+    engine give up its device's memory and keep its weights in the host's, instead of ending. ``self_check`` compares
+    each engine for activations with the float32 reference when it starts, and refuses one whose rows are not the
+    model's.
     """
 
     id: str
@@ -42,6 +48,11 @@ class ModelConfig:
     max_activation_prompt_tokens: int = 2048
     max_batch_tokens: int | None = None
     idle_seconds: float = 900.0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor: Literal["mp", "ray"] | None = None
+    park: bool = False
+    self_check: bool = False
     size: Literal["small", "large"] = "small"
     gpu_shape: str | None = None
     owned_by: str = "streamtap"

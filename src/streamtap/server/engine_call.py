@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from streamtap.completion import Usage
-from streamtap.engines.vllm import to_dialect
+from streamtap.engines.vllm import to_dialect, to_vllm
 from streamtap.errors import EngineFailed, EngineUnreachable, InvalidInput, StreamtapError, Unsupported
 from streamtap.server.admission import Account
 from streamtap.server.answering import Answering
-from streamtap.server.checks import Plan
+from streamtap.server.checks import Plan, for_the_vllm_behind
+from streamtap.server.pool.command_line import runs_prompts_whole
+from streamtap.server.pool.endpoint import Endpoint
+from streamtap.server.relaying.asked_rows import AskedRows
 from streamtap.server.relaying.engine_http import EngineResponse
 from streamtap.server.relaying.expected_rows import ExpectedRows
+from streamtap.server.relaying.interruptions import Interruptions
 from streamtap.server.relaying.relay import relay_json
 from streamtap.server.relaying.relay_events import relay_events
 from streamtap.server.relaying.relay_tensors import relay_tensors
+from streamtap.server.relaying.vllm_rows import mapped_rows
 from streamtap.server.service import Service
 from streamtap.server.surface.reply import Kind, Reply
 from streamtap.server.surface.trace import Trace
@@ -48,13 +55,8 @@ class EngineCall:
         pool = self.service.pool
         async with pool.lease(self.plan.served.config.id, self.plan.role) as endpoint:
             answering.stage = "running"
-            self.account.ran(sum(self.plan.prompt_tokens), 0)
-            payload = to_dialect(
-                self.plan.request, model=endpoint.model, stream=self.plan.request.stream, include_usage=True
-            )
             try:
-                async with self.service.upstream.ask(endpoint, payload, _ACCEPTS[self.reply.kind]) as response:
-                    await self._relay(response)
+                await self._answered(endpoint)
             except (InvalidInput, Unsupported):
                 # The caller's mistake says nothing about the engine.
                 raise
@@ -68,28 +70,68 @@ class EngineCall:
                 raise
             pool.succeeded(endpoint)
 
-    async def _relay(self, response: EngineResponse) -> None:
+    async def _answered(self, endpoint: Endpoint) -> None:
+        upstream, plan = self.service.upstream, self.plan
+        told: dict[str, Any] = {"model": endpoint.model, "stream": plan.request.stream, "include_usage": True}
+        if not await self._is_vllm(endpoint):
+            self.account.ran(sum(plan.prompt_tokens), 0)
+            payload = to_dialect(plan.request, **told)
+            async with upstream.ask(endpoint, payload, _ACCEPTS[self.reply.kind]) as response:
+                await self._relay(response)
+            return
+        request = for_the_vllm_behind(plan)
+        interruptions = await self._interruptions(endpoint)
+        self.account.ran(sum(plan.prompt_tokens), 0)
+        accept = _ACCEPTS["events" if plan.request.stream else "json"]
+        async with upstream.ask(endpoint, to_vllm(request, **told), accept) as response:
+            # Its answer begins when all rows are captured.
+            await interruptions.check()
+            await self._relay(response, is_vllm=True)
+
+    async def _is_vllm(self, endpoint: Endpoint) -> bool:
+        """Whether the engine is no worker of ours; of one that runs elsewhere it matters for captures and steering."""
+        kind = self.plan.served.config.engine
+        if kind == "url" and self.plan.role == "activations":
+            return not await self.service.upstream.is_ours(endpoint)
+        return kind == "vllm"
+
+    async def _interruptions(self, endpoint: Endpoint) -> Interruptions:
+        """A prompt that runs in one piece is captured before it can be interrupted."""
+        upstream, capture = self.service.upstream, self.plan.request.capture
+        if capture is None:
+            return Interruptions(upstream, endpoint, 0, None)
+        is_safe = self.plan.request.max_tokens == 1 and runs_prompts_whole(self.plan.served.config)
+        before = None if is_safe else await upstream.preemptions(endpoint)
+        return Interruptions(upstream, endpoint, capture.layers[0], before)
+
+    async def _relay(self, response: EngineResponse, *, is_vllm: bool = False) -> None:
+        """Pass the answer on; a capture of a vLLM is made into ours on its way."""
+        capture = self.plan.request.capture
         media = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if self.reply.kind == "binary" and media != MEDIA_TYPE:
+        maps = is_vllm and capture is not None and media == _ACCEPTS["json"]
+        if self.reply.kind == "binary" and media != MEDIA_TYPE and not maps:
             # An engine that knows nothing of safetensors answers in JSON, and so do we.
             self.reply.kind = "json"
-        if media != _ACCEPTS[self.reply.kind]:
+        if media != _ACCEPTS[self.reply.kind] and not maps:
             raise EngineFailed(f"the model's engine answered with {media or 'no media type'}; send the request again.")
         async with aclosing(response.chunks()) as pieces:
-            capture = self.plan.request.capture
-            expected = ExpectedRows(self.plan, capture) if capture is not None else None
-            if self.reply.kind == "events":
-                await relay_events(
-                    pieces,
-                    self.reply,
-                    include_usage=self.plan.include_usage,
-                    ran=self._wrote,
-                    settle=self.account.settle,
-                )
-            elif self.reply.kind == "binary" and expected is not None:
-                await relay_tensors(pieces, self.reply, expected=expected, ran=self._ran, settle=self.account.settle)
-            else:
-                await relay_json(pieces, self.reply, expected=expected, ran=self._ran, settle=self.account.settle)
+            if capture is None or not maps:
+                await self._pass_on(pieces)
+                return
+            asked = AskedRows.of(self.plan, capture)
+            async with aclosing(mapped_rows(pieces, asked, binary=self.reply.kind == "binary")) as mapped:
+                await self._pass_on(mapped)
+
+    async def _pass_on(self, pieces: AsyncIterator[bytes]) -> None:
+        capture, settle = self.plan.request.capture, self.account.settle
+        expected = ExpectedRows(self.plan, capture) if capture is not None else None
+        if self.reply.kind == "events":
+            include_usage = self.plan.include_usage
+            await relay_events(pieces, self.reply, include_usage=include_usage, ran=self._wrote, settle=settle)
+        elif self.reply.kind == "binary" and expected is not None:
+            await relay_tensors(pieces, self.reply, expected=expected, ran=self._ran, settle=settle)
+        else:
+            await relay_json(pieces, self.reply, expected=expected, ran=self._ran, settle=settle)
 
     def _ran(self, usage: Usage, size_bytes: int) -> None:
         self.account.ran(usage.prompt_tokens, usage.completion_tokens)

@@ -7,11 +7,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from streamtap.server.pool.engine_events import EngineEvent
 from streamtap.server.surface.trace import Trace
 
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 840)
 #: Engine states as the gauge's label; the state that an engine is in is 1, the others 0.
-ENGINE_STATES = ("cold", "starting", "ready", "failed")
+ENGINE_STATES = ("cold", "starting", "ready", "parked", "failed")
 
 
 class Metrics:
@@ -46,6 +47,9 @@ class Metrics:
         self._cold_starts = Counter(
             "streamtap_cold_starts", "Engines started on demand.", ("model", "role"), registry=registry
         )
+        self._wake_ups = Counter(
+            "streamtap_wake_ups", "Parked engines woken on demand.", ("model", "role"), registry=registry
+        )
 
     def started(self) -> None:
         """A request came in."""
@@ -67,6 +71,17 @@ class Metrics:
     def cold_start(self, model: str, role: str) -> None:
         """An engine is being started because a request needs it."""
         self._cold_starts.labels(model, role).inc()
+
+    def wake_up(self, model: str, role: str) -> None:
+        """A parked engine is being woken because a request needs it."""
+        self._wake_ups.labels(model, role).inc()
+
+    def heard(self, event: EngineEvent) -> None:
+        """Count what the pool told."""
+        if event.kind == "starting":
+            self.cold_start(event.model_id, event.role)
+        elif event.kind == "waking":
+            self.wake_up(event.model_id, event.role)
 
     def engines(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Each engine is in its ``state`` now; ``states`` are the pool's."""

@@ -165,8 +165,7 @@ async def _until_stopped(
 
 
 def _heard(metrics: Metrics, event: EngineEvent) -> None:
-    if event.kind == "starting":
-        metrics.cold_start(event.model_id, event.role)
+    metrics.heard(event)
     note(f"engine_{event.kind}", model=event.model_id, role=event.role, seconds=event.seconds, detail=event.detail)
 
 

@@ -1,6 +1,7 @@
 """``python -m streamtap.testing.fake_worker``: the engine process, with a fake in place of the model.
 
-It is what the service starts, but for what it loads: the same application, stages, signals and wire.
+It is what the service starts, but for what it loads: the same application, stages, signals and wire. With
+``--enable-sleep-mode`` it also sleeps and wakes as vLLM's server does.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamtap.engines.base import Completes
-from streamtap.engines.worker.serving import ServingOptions, end_process, serve
-from streamtap.engines.worker.stages import Enter
+from streamtap.engines.worker.app import Worker, create_app
+from streamtap.engines.worker.serving import ServingOptions, WorkerServer, end_process, serve
+from streamtap.engines.worker.stages import Enter, Load, Loading
 from streamtap.errors import StreamtapError
 from streamtap.settings import Settings
 from streamtap.testing.fake_completer import FAULTS, FakeCompleter
+from streamtap.testing.fake_sleep import SLEEP_FAULTS, FakeSleep
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed_seconds=given.failed_seconds,
         keepalive_seconds=given.keepalive_seconds,
     )
-    return serve(FakeLoad(engine, given.start_seconds, given.fail_start), options)
+    load = FakeLoad(engine, given.start_seconds, given.fail_start)
+    if not given.enable_sleep_mode:
+        return serve(load, options)
+    return _serve_sleeping(load, options, given.sleep_seconds, given.wake_seconds, given.sleep_fault)
+
+
+def _serve_sleeping(
+    load: Load, options: ServingOptions, sleep_seconds: float, wake_seconds: float, fault: str | None
+) -> int:
+    loading = Loading()
+    worker = Worker(loading, name=options.name, key=options.key, keepalive_seconds=options.keepalive_seconds)
+    server = WorkerServer(worker, load, options)
+    server.config.app = FakeSleep(create_app(worker), sleep_seconds, wake_seconds, fault)
+    server.run()
+    return 0 if loading.error is None else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fail-start", action="store_true", help="fail to load, at the end of --start-seconds")
     parser.add_argument("--fault", choices=FAULTS, help="what goes wrong with every request")
     parser.add_argument("--die-after", type=int, help="end in the middle of the request after so many")
+    parser.add_argument("--enable-sleep-mode", action="store_true", help="answer /sleep, /wake_up and /is_sleeping")
+    parser.add_argument("--sleep-seconds", type=float, default=0.0, help="how long it takes to fall asleep")
+    parser.add_argument("--wake-seconds", type=float, default=0.0, help="how long it takes to wake up")
+    parser.add_argument("--sleep-fault", choices=SLEEP_FAULTS, help="what goes wrong when it sleeps or wakes")
     parser.add_argument("--n-layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -57,7 +57,7 @@ def open_tokenizer(rows: HarvestedRows, model: str | Path | None = None) -> Prom
         )
     # The engine's module first: it says what to install where torch is missing.
     import_module("streamtap.engines.transformers")
-    from streamtap.engines.loading import load_tokenizer
+    from streamtap.engines.tokenizer_files import load_tokenizer
 
     return PromptTokenizer(load_tokenizer(reference), **rows.limits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,7 @@ from streamtap.activations import Provenance
 from streamtap.cache import CacheStore
 from streamtap.engines.base import IN_MEMORY, Engine, HoldsWeights
 from streamtap.engines.demo_model import DEMO, is_unpacked
+from streamtap.engines.opening import load_engine
 from streamtap.engines.references import ModelReference, find_model, tokenizer_fingerprint
 from streamtap.engines.tokenizing import PromptTokenizer, Tokens
 from streamtap.errors import InvalidInput, MissingExtra, NotCached
@@ -22,7 +23,10 @@ from streamtap.fingerprint import fingerprint
 from streamtap.settings import Settings
 from streamtap.spec import CaptureSpec, Prompt
 from streamtap.workbench.identity import identity_of
+from streamtap.workbench.load_options import LoadOptions
 from streamtap.workbench.pulled import PulledModel, find_pulled, pulled_models
+from streamtap.workbench.served_model import ServedModel
+from streamtap.workbench.tokenizer_limits import limits_of
 
 # Raised when what is remembered of a model changes its form; old memos are then not believed.
 _MEMO_LAYOUT = 1
@@ -59,21 +63,6 @@ class ModelSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a named model is loaded; see ``TransformersEngine.load``."""
-
-    revision: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    device_map: Any = None
-    quantization: Any = None
-    attention: str | None = None
-    batch_size: int | None = None
-    max_batch_tokens: int | None = None
-
-
-_UNASKED = vars(LoadOptions())
 _HUB_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -86,15 +75,15 @@ def model_source(
         InvalidInput: neither a name nor an engine, or an engine with options that only loading has.
     """
     if isinstance(model, str | Path):
+        if options.backend == "api":
+            return ServedModel(str(model), options, store, settings)
         return NamedModel(str(model), options, store, settings)
     if not isinstance(model, Engine):
         raise InvalidInput(
             f"model must be a name, a path or an engine; got {type(model).__name__}. "
             "Wrap a loaded model: TransformersEngine(model, tokenizer)."
         )
-    # The batch size has a default that is not None, so that it cannot be told whether it was asked for.
-    asked = [name for name, value in vars(replace(options, batch_size=None)).items() if value != _UNASKED[name]]
-    if asked:
+    if asked := options.asked():
         raise InvalidInput(f"{', '.join(asked)} cannot be set for an engine, which is loaded already; set it there.")
     return GivenEngine(model)
 
@@ -116,7 +105,7 @@ class GivenEngine:
     @property
     def tokenizer_limits(self) -> Mapping[str, Any]:
         """The engine's tokenizer's."""
-        return _limits(self._engine.tokenizer)
+        return limits_of(self._engine.tokenizer)
 
     def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int) -> list[Tokens]:
         """Tokenise with the engine's tokenizer."""
@@ -222,10 +211,8 @@ class NamedModel:
             ) from error
 
     def _load(self) -> Engine:
-        from streamtap.engines.transformers import TransformersEngine
-
         key = self._key(self._reference)
-        loaded = TransformersEngine.load(self._name, reference=self._reference, **vars(self._options))
+        loaded: Engine = load_engine(self._name, reference=self._reference, **self._options.arguments())
         self._learn(loaded, key)
         return loaded
 
@@ -233,7 +220,7 @@ class NamedModel:
     def _reference(self) -> ModelReference:
         # Looking for it would unpack it, which takes half a minute, and pulled rows do without.
         is_packed = self._name == DEMO and not self._is_needed and not is_unpacked(self._settings)
-        if is_packed and pulled_models(self._store, DEMO):
+        if is_packed and self._options.backend == "local" and pulled_models(self._store, DEMO):
             return ModelReference(DEMO, None)
         try:
             return find_model(
@@ -274,14 +261,16 @@ class NamedModel:
             return self._known
 
     def _find_pulled(self) -> PulledModel | None:
-        """What was pulled of this model, as long as it was never loaded here."""
+        """What was pulled of this model, as long as it was never loaded here; other backends make rows of their own."""
+        if self._options.backend != "local":
+            return None
         here = self._reference.commit
         asked = self._options.revision if here is None else here
         return find_pulled(self._store, self._name, asked, self._options.dtype, self._options.quantization)
 
     def _learn(self, engine: Engine, key: str | None) -> None:
         self._pulled = None
-        self._known = {"provenance": asdict(engine.provenance), "tokenizer": dict(_limits(engine.tokenizer))}
+        self._known = {"provenance": asdict(engine.provenance), "tokenizer": dict(limits_of(engine.tokenizer))}
         if key is None:  # downloaded just now
             self.__dict__.pop("_reference")
             key = self._key(self._reference)
@@ -293,28 +282,26 @@ class NamedModel:
         if reference.commit is None:
             return None
         options = self._options
-        asked = {
+        asked: dict[str, Any] = {
             "dtype": options.dtype,
             "quantization": str(options.quantization),
             "attention": options.attention,
             # A Hub commit covers its tokenizer.
             "tokenizer": None if reference.is_hub else tokenizer_fingerprint(reference),
         }
+        if options.backend != "local":
+            asked |= {
+                "backend": options.backend,
+                "remote": options.remote,
+                "more": repr(sorted(options.engine_options.items())),
+            }
         return "model:" + fingerprint({"layout": _MEMO_LAYOUT, "name": self._name, "commit": reference.commit, **asked})
 
     def _open_tokenizer(self) -> PromptTokenizer:
         if self._loaded is not None:
             return self._loaded.tokenizer
-        # The engine's module first: it says what to install where torch is missing.
-        import_module("streamtap.engines.transformers")
-        from streamtap.engines.loading import load_tokenizer
+        if self._options.backend == "local":
+            import_module("streamtap.engines.transformers")  # which says what to install where torch is missing
+        from streamtap.engines.tokenizer_files import load_tokenizer
 
         return PromptTokenizer(load_tokenizer(self._reference), **self.tokenizer_limits)
-
-
-def _limits(tokenizer: PromptTokenizer) -> Mapping[str, Any]:
-    return {
-        "context_length": tokenizer.context_length,
-        "vocabulary": tokenizer.vocabulary,
-        "special_ids": [int(i) for i in tokenizer.special_ids],
-    }

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from streamtap.activations import Activations, Provenance
 from streamtap.cache import CacheStore, Rows
-from streamtap.engines.base import Engine
-from streamtap.errors import InvalidInput, MissingExtra, NotCached, RowsDamaged, Unsupported
+from streamtap.engines.base import AcrossNetwork, Engine
+from streamtap.errors import InvalidInput, MissingExtra, NotCached, RowsDamaged
 from streamtap.layers import LayerSpec, resolve_layers
 from streamtap.pooling import Pooling, check_pooling
 from streamtap.positions import PositionSpec
@@ -26,12 +26,13 @@ from streamtap.workbench.extraction import estimate_bytes, plan_jobs, run_job
 from streamtap.workbench.harvest_import import import_harvest
 from streamtap.workbench.harvested_rows import Harvest
 from streamtap.workbench.lacking import Need, find_needs, refuse_other_pooling, scores_of, told
+from streamtap.workbench.load_options import LoadOptions
 from streamtap.workbench.logits import Logits
-from streamtap.workbench.model_source import LoadOptions, ModelSource, model_source
+from streamtap.workbench.model_source import ModelSource, model_source
 from streamtap.workbench.prompt_keys import Keyed, PromptKeys
 from streamtap.workbench.stored_rows import RowReader, no_rows
 from streamtap.workbench.wanted import score_channels, score_identity
-from streamtap.workbench.warmup_stats import WarmupStats
+from streamtap.workbench.warmup_stats import WarmupStats, stats_of
 
 __all__ = ["Logits", "UnifiedCache", "WarmupStats"]
 
@@ -46,11 +47,11 @@ class UnifiedCache:
         layers: Which blocks: ``16``, ``-1``, ``[8, 16]``, ``"all"``, ``"middle"``, ``"last"``, ``"8-20"``.
         compute_perplexity: Also keep mean, minimum and maximum perplexity of each prompt.
         device: ``"auto"``, ``"cpu"``, ``"cuda:1"``, …
-        remote: Only False; other backends come with their own engines.
+        remote: With ``backend="nnsight"``, run on NDIF; needs ``NDIF_API_KEY``.
         batch_size: At most this many prompts in a batch; None leaves it to the token budget.
         cache_pooled: Keep one row a prompt; False keeps every chosen row, which serves any pooling.
         pooling: How a prompt's rows become one.
-        backend: Only ``"local"``.
+        backend: What runs the model: ``"local"``, ``"nnsight"``, ``"vllm"``, ``"api"`` (a service): ``load_engine``.
         dtype: None or ``"auto"`` keeps the checkpoint's; else ``"float32"``, ``"bfloat16"``, … or a torch dtype. Of a
             model that is not here, ``"auto"`` takes pulled rows of any one dtype, until it is loaded for others.
         cache_logits: Also keep logits.
@@ -68,11 +69,14 @@ class UnifiedCache:
         device_map: Spread over devices as ``accelerate`` does, instead of ``device``.
         quantization: ``"8bit"``, ``"4bit"`` or a ``transformers`` quantisation config.
         attention: Attention kernel; None lets the model choose.
+        api_base: Address of the service; by default ``STREAMTAP_API_BASE`` or ``ACS_API_BASE``.
+        api_key: Its key; by default ``STREAMTAP_API_KEY`` or ``ACS_API_KEY``.
+        engine_options: More options of the backend's own engine, such as vLLM's ``tensor_parallel_size``.
         progress: Show a progress bar; None shows it on a terminal only.
 
     Raises:
-        InvalidInput: an argument that means nothing, or one for loading beside an engine.
-        Unsupported: a backend that this version does not have.
+        InvalidInput: an argument that means nothing to the backend, or one for loading beside an engine.
+        Unsupported: ``remote`` with another backend than nnsight's.
     """
 
     def __init__(
@@ -103,9 +107,11 @@ class UnifiedCache:
         device_map: Any = None,
         quantization: Any = None,
         attention: str | None = None,
+        api_base: str | None = None,
+        api_key: str | None = None,
+        engine_options: Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> None:
-        _only_local(backend, remote)
         self.pooling = check_pooling(pooling)
         self.layers = layers
         self.spec = CaptureSpec(
@@ -124,7 +130,11 @@ class UnifiedCache:
         settings = Settings.from_environment()
         self.store = CacheStore(Path(cache_dir) if cache_dir is not None else settings.activations_dir)
         kind = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-        options = LoadOptions(revision, kind, device, device_map, quantization, attention, batch_size, max_batch_tokens)
+        options = LoadOptions(
+            *(revision, kind, device, device_map, quantization, attention, batch_size, max_batch_tokens),
+            *(backend, remote, api_base, api_key, engine_options or {}),
+        )
+        self._remote = bool(remote)
         self.source: ModelSource = model_source(model, options, self.store, settings)
         self._progress = progress
 
@@ -158,7 +168,7 @@ class UnifiedCache:
         """Extract what the cache lacks of ``prompts``; what is there is not run again.
 
         Stopped at any moment, it loses at most the batch in the model and the one on its way to
-        the disk. ``max_retries`` matters only to backends across a network.
+        the disk. ``max_retries`` is for backends across a network: how often a way that fails is tried again.
 
         Raises:
             InvalidPrompt: a prompt that cannot be run, named by its index before any work.
@@ -166,12 +176,12 @@ class UnifiedCache:
             NotEnoughSpace: the disk cannot take what would be written.
             CaptureMissed: a layer did not come whole and finite.
         """
-        _only_local("local", bool(remote))
+        self._check_remote(remote)
         started = time.perf_counter()
         read = as_prompts(prompts)
         keyed, needs = self._lacking(read, self.spec, None)
-        self._extract(needs, keyed, self.spec)
-        return self._stats(len(read), needs, time.perf_counter() - started)
+        self._extract(needs, keyed, self.spec, max_retries)
+        return stats_of(self.spec, needs, len(read), time.perf_counter() - started, has_layers=bool(self.layer_indices))
 
     def import_harvest(self, harvest: Harvest | str | Path, layers: LayerSpec | None = None) -> int:
         """Put the rows of a harvest of this model into the cache; gives the number of its prompts.
@@ -234,7 +244,7 @@ class UnifiedCache:
         [prompts, rows] True at real rows), padded on the right with zeros. ``rows()`` gives the
         same without padding.
         """
-        _only_local("local", bool(remote))
+        self._check_remote(remote)
         acts = self.rows(prompts)
         flat = np.concatenate([acts.acts[layer] for layer in acts.layers], axis=1)
         if self.spec.pooling != "none":
@@ -251,7 +261,7 @@ class UnifiedCache:
         Raises:
             InvalidInput: the cache was made with ``compute_perplexity=False``.
         """
-        _only_local("local", bool(remote))
+        self._check_remote(remote)
         return self._scores(prompts, "perplexity", ["perplexity"], "compute_perplexity=True")[0].values
 
     def get_token_perplexity(self, prompts: Sequence[PromptLike]) -> list[NDArray[np.float32]]:
@@ -270,7 +280,7 @@ class UnifiedCache:
         Raises:
             InvalidInput: the cache was made without ``cache_logits=True``.
         """
-        _only_local("local", bool(remote))
+        self._check_remote(remote)
         names = ["logits"] if self.spec.logit_top_k is None else ["logits", "ids"]
         found = self._scores(prompts, "logits", names, "cache_logits=True")
         return Logits(found[0].values, found[1].values if len(found) > 1 else None, found[0].offsets)
@@ -356,7 +366,9 @@ class UnifiedCache:
         # Once the model is here it may be known better than the dataset knew it.
         return (keyed, needs) if self.source.is_only_known else look()
 
-    def _extract(self, needs: Mapping[Need, Sequence[int]], keyed: Keyed, spec: CaptureSpec) -> None:
+    def _extract(
+        self, needs: Mapping[Need, Sequence[int]], keyed: Keyed, spec: CaptureSpec, max_retries: int | None = None
+    ) -> None:
         if not needs:
             return
         from streamtap.workbench.progress import progress_bar
@@ -369,29 +381,15 @@ class UnifiedCache:
         except MissingExtra as error:
             lacking = sum(len(places) for places in needs.values())
             raise NotCached(f"{lacking} of {len(keyed.rows)} prompts are not in the cache, and {error}") from error
+        if max_retries is not None and isinstance(engine, AcrossNetwork):
+            engine.trying(max_retries)
         with progress_bar("extracting", sum(len(job.keys) for job in jobs), show=self._progress) as advance:
             for job in jobs:
                 run_job(self.store, engine, self.provenance, spec, job, advance)
 
-    def _stats(self, total: int, needs: dict[Need, list[int]], seconds: float) -> WarmupStats:
-        def extracted(kind: str) -> int:
-            return sum(len(places) for need, places in needs.items() if kind in need.scores)
-
-        rows = sum(len(places) for need, places in needs.items() if need.layers)
-        asked = scores_of(self.spec)
-        return WarmupStats(
-            total_prompts=total,
-            activations_cached=total - rows if self.layer_indices else 0,
-            activations_extracted=rows,
-            perplexity_cached=total - extracted("perplexity") if "perplexity" in asked else 0,
-            perplexity_extracted=extracted("perplexity"),
-            elapsed_seconds=seconds,
-            logits_cached=total - extracted("logits") if "logits" in asked else 0,
-            logits_extracted=extracted("logits"),
-        )
-
-
-def _only_local(backend: str, remote: bool) -> None:
-    if backend != "local" or remote:
-        what = f"backend={backend!r}" if backend != "local" else "remote=True"
-        raise Unsupported(f"{what} is not part of this version; it runs models with backend='local'.")
+    def _check_remote(self, remote: bool | None) -> None:
+        if remote is not None and bool(remote) != self._remote:
+            raise InvalidInput(
+                f"this cache was made with remote={self._remote}, which is where its rows come from; make another for "
+                f"remote={remote}."
+            )

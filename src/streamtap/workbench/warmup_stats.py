@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from streamtap.spec import CaptureSpec
+from streamtap.workbench.lacking import Need, scores_of
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,25 @@ class WarmupStats:
             f"time={self.elapsed_seconds:.1f}s",
         ]
         return f"WarmupStats({', '.join(parts)})"
+
+
+def stats_of(
+    spec: CaptureSpec, needs: Mapping[Need, Sequence[int]], total: int, seconds: float, *, has_layers: bool
+) -> WarmupStats:
+    """What a warm-up of ``total`` prompts under ``spec`` comes to, which lacked ``needs``."""
+
+    def extracted(kind: str) -> int:
+        return sum(len(places) for need, places in needs.items() if kind in need.scores)
+
+    rows = sum(len(places) for need, places in needs.items() if need.layers)
+    asked = scores_of(spec)
+    return WarmupStats(
+        total_prompts=total,
+        activations_cached=total - rows if has_layers else 0,
+        activations_extracted=rows,
+        perplexity_cached=total - extracted("perplexity") if "perplexity" in asked else 0,
+        perplexity_extracted=extracted("perplexity"),
+        elapsed_seconds=seconds,
+        logits_cached=total - extracted("logits") if "logits" in asked else 0,
+        logits_extracted=extracted("logits"),
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamtap.engines.config_file import NAMES, dtype_in, number_in, text_config
 from streamtap.engines.demo_model import DEMO, is_unpacked
 from streamtap.engines.references import ModelReference, find_model, has_tokenizer
 from streamtap.engines.saved_tokenizer import is_as_it_is, saved_tokenizer
@@ -18,15 +18,6 @@ from streamtap.server.config import ModelConfig
 from streamtap.settings import Settings
 
 Say = Callable[[str], None]
-
-#: What configs call each fact, the usual name first.
-_NAMES = {
-    "n_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "max_model_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-    "vocabulary": ("vocab_size",),
-}
-_NESTED = ("text_config", "llm_config", "language_config")
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ def waits_for(model: ModelConfig, settings: Settings) -> str | None:
     """What ``facts_of`` would have to do first, in words; None where it only reads."""
     if model.checkpoint == DEMO and not is_unpacked(settings):
         return "the demo model is unpacked at the first start, which takes about half a minute"
-    told = all(getattr(model, name) is not None for name in _NAMES)
+    told = all(getattr(model, name) is not None for name in NAMES)
     try:
         if told or model.engine == "url" or _found(model, settings).folder is not None:
             return None
@@ -70,12 +61,12 @@ def facts_of(
     Raises:
         InvalidInput: no such checkpoint, or a fact that neither files nor the configuration tell.
     """
-    told = {name: getattr(model, name) for name in _NAMES}
+    told = {name: getattr(model, name) for name in NAMES}
     reference = None
     if None in told.values() or model.tokenizer is None:
         reference = _reference(model, settings, say, optional=None not in told.values())
     config = _text_config(reference)
-    facts = {name: told[name] or _number(config, names) for name, names in _NAMES.items()}
+    facts = {name: told[name] or number_in(config, name) for name in NAMES}
     if missing := [name for name, value in facts.items() if value is None]:
         raise SettingsError(_asks_for(model, reference, missing))
     return ModelFacts(
@@ -116,27 +107,11 @@ def _text_config(reference: ModelReference | None) -> Mapping[str, Any]:
     """The model's config.json, or the part of it that is about text; empty where there is none to read."""
     if reference is None or reference.folder is None or reference.gguf is not None:
         return {}
-    file = reference.folder / "config.json"
-    try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{file} cannot be read as JSON ({type(error).__name__}); is the checkpoint whole?"
-        ) from error
-    if not isinstance(whole, dict):
-        raise InvalidInput(f"{file} holds no JSON object; is the checkpoint whole?")
-    inner: dict[str, Any] = next((whole[name] for name in _NESTED if isinstance(whole.get(name), dict)), {})
-    return whole | inner
-
-
-def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    found = (config.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    return text_config(reference.folder)
 
 
 def _dtype(model: ModelConfig, config: Mapping[str, Any]) -> str | None:
-    stored = config.get("dtype") or config.get("torch_dtype")
-    return model.dtype if model.dtype != "auto" else stored if isinstance(stored, str) else None
+    return model.dtype if model.dtype != "auto" else dtype_in(config)
 
 
 def _tokenizer_file(

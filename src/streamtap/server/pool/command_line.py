@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from streamtap.engines.commands import filled_command, vllm_command, worker_command
+from streamtap.engines.commands import VllmOptions, filled_command, prefills_whole, vllm_command, worker_command
 from streamtap.engines.demo_model import DEMO, demo_folder, is_unpacked
-from streamtap.server.config import ModelConfig
+from streamtap.server.config import ModelConfig, Role
 from streamtap.settings import Settings
 
 
-def command_of(model: ModelConfig, port: int | str) -> list[str]:
-    """The command line that starts ``model``'s engine on ``port``."""
+def command_of(model: ModelConfig, port: int | str, role: Role = "activations") -> list[str]:
+    """The command line that starts ``model``'s engine for ``role`` on ``port``."""
     name = model.served_name
     if model.command:
-        return [*filled_command(model.command, model=model.checkpoint, name=name, port=port), *model.arguments]
-    if model.engine == "vllm":
-        command = vllm_command(
-            _for_vllm(model.checkpoint),
+        command = filled_command(model.command, model=model.checkpoint, name=name, port=port)
+    elif model.engine == "vllm":
+        options = _vllm_options(model, captures=role == "activations")
+        command = vllm_command(_for_vllm(model.checkpoint), name=name, port=port, options=options)
+    else:
+        command = worker_command(
+            model.checkpoint,
             name=name,
             port=port,
             revision=model.revision,
             dtype=model.dtype,
+            device=model.device,
             max_model_len=model.max_model_len,
+            max_batch_tokens=model.max_batch_tokens,
         )
-        return [*command, *model.arguments]
-    command = worker_command(
-        model.checkpoint,
-        name=name,
-        port=port,
+    return [*command, *model.arguments]
+
+
+def runs_prompts_whole(model: ModelConfig) -> bool:
+    """Whether each prompt goes through ``model``'s vLLM in one piece; of one that others start nobody knows."""
+    return model.engine == "vllm" and not model.command and prefills_whole(model.arguments)
+
+
+def _vllm_options(model: ModelConfig, *, captures: bool) -> VllmOptions:
+    return VllmOptions(
         revision=model.revision,
         dtype=model.dtype,
-        device=model.device,
         max_model_len=model.max_model_len,
-        max_batch_tokens=model.max_batch_tokens,
+        tensor_parallel_size=model.tensor_parallel_size,
+        pipeline_parallel_size=model.pipeline_parallel_size,
+        distributed_executor=model.distributed_executor,
+        captures=captures,
+        parks=model.park,
     )
-    return [*command, *model.arguments]
 
 
 def _for_vllm(checkpoint: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from streamtap.server.config import ModelConfig, Role
 
@@ -46,6 +46,27 @@ class RunningEngine(Protocol):
 
     async def stop(self) -> None:
         """End it."""
+        ...
+
+
+@runtime_checkable
+class Sleeps(RunningEngine, Protocol):
+    """An engine that can give up its device's memory without ending. It takes no request until it is awake again."""
+
+    async def sleep(self) -> None:
+        """Return once its weights lie in the host's memory.
+
+        Raises:
+            EngineFailed: it cannot, or did not answer; ``EngineDead`` where it ended.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Return once it takes requests.
+
+        Raises:
+            EngineFailed: it cannot, or did not answer; ``EngineDead`` where it ended.
+        """
         ...
 
 

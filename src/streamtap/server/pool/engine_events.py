@@ -9,12 +9,12 @@ from typing import Literal
 from streamtap.server.config import Role
 from streamtap.server.pool.slot import State
 
-EventKind = Literal["starting", "ready", "failed", "died", "stopped"]
+EventKind = Literal["starting", "waking", "ready", "parked", "failed", "died", "stopped"]
 
 
 @dataclass(frozen=True)
 class EngineEvent:
-    """Something happened to an engine, for logs and metrics; ``seconds`` is how long its start took.
+    """Something happened to an engine, for logs and metrics; ``seconds`` is how long it took to start, wake or sleep.
 
     ``detail`` says why or how: ``"idle"``, ``"evicted"``, ``"closing"``, an error's message, an exit status in words.
     """

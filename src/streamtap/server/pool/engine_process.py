@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import BinaryIO
 
+from streamtap.errors import EngineDead, EngineFailed, EngineUnreachable
 from streamtap.server.clock import Clock
 from streamtap.server.pool.endpoint import Endpoint
 from streamtap.server.pool.engine_health import HealthCheck
 from streamtap.server.pool.engine_log import EngineLog
-from streamtap.settings import child_environment
+from streamtap.server.pool.sleep_mode import fall_asleep, wake_up
+from streamtap.settings import BESIDE_OTHER_WORK, child_environment
 
 _LOG_LOOK_SECONDS = 60.0
 #: From the keeper's last resort to ours; and how long a process that broke a connection may take to be seen ended.
@@ -72,6 +74,33 @@ class EngineProcess:
         await asyncio.wait([self.exit], timeout=_ENDING_SECONDS)
         return not self.exit.done() and (await self.health.ask()).ready
 
+    async def sleep(self) -> None:
+        """Return once its weights lie in the host's memory, where it is vLLM's server and has sleep mode.
+
+        Raises:
+            EngineFailed: it cannot, or did not answer; ``EngineDead`` where it ended.
+        """
+        await self._unless_it_ends(fall_asleep(self._endpoint))
+
+    async def wake_up(self) -> None:
+        """Return once it is awake and well.
+
+        Raises:
+            EngineFailed: it cannot, or did not answer; ``EngineDead`` where it ended.
+        """
+        await self._unless_it_ends(wake_up(self._endpoint))
+        if not (await self.health.ask()).ready:
+            raise EngineFailed("it is awake and says that it is not well.")
+
+    async def _unless_it_ends(self, asking: Awaitable[None]) -> None:
+        try:
+            await asking
+        except EngineUnreachable as error:
+            await asyncio.wait([self.exit], timeout=_ENDING_SECONDS)
+            if self.exit.done():
+                raise EngineDead(f"{how_it_ended(self.exit.result())}.") from error
+            raise
+
     async def stop(self) -> None:
         """End it and all that it started, by force where it does not end by itself."""
         await self.health.close()
@@ -98,7 +127,7 @@ async def kept_process(
         stdin=asyncio.subprocess.PIPE,
         stdout=log,
         stderr=log,
-        env=child_environment(**variables),
+        env=child_environment(BESIDE_OTHER_WORK, **variables),
         start_new_session=True,  # Ctrl-C in the gateway's terminal is for the gateway, which ends the engines itself
     )
 

@@ -17,6 +17,7 @@ from streamtap.server.pool.engine_log import EngineLog
 from streamtap.server.pool.engine_process import EngineProcess, how_it_ended
 from streamtap.server.pool.ports import HOST, free_port, is_taken
 from streamtap.server.pool.remote_engine import RemoteEngine
+from streamtap.server.pool.self_checking import SelfChecking
 
 _PORT_TRIES = 3
 #: Between two looks, more often at first. To wait for a process is not the clock's: moving one starts nothing.
@@ -31,6 +32,7 @@ class Launcher:
     def __init__(self, config: ServerConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
+        self._checking = SelfChecking(config, clock)
 
     async def start(self, model: ModelConfig, role: Role, generation: int, enter: Enter) -> RunningEngine:
         """Start an engine and wait until it answers; nothing is left of one whose start failed or was cancelled.
@@ -55,23 +57,25 @@ class Launcher:
         endpoint = Endpoint(
             f"http://{HOST}:{port}", {"Authorization": f"Bearer {key}"}, model.served_name, model.id, role, generation
         )
+        until = self._clock.monotonic() + self._config.timing.start_seconds
         enter("starting", "Starting the engine's process")
         stages = _Stages(enter)
-        process = await self._spawned(command_of(model, port), endpoint, key)
+        process = await self._spawned(command_of(model, port, role), endpoint, key, parks=model.park)
         try:
             if not await self._until_ready(process, stages, named(model, role)):
                 await process.stop()
                 return None
+            await self._checking.check(model, endpoint, enter, name=named(model, role), until=until)
         except BaseException:
             await process.stop()
             raise
         return process
 
-    async def _spawned(self, command: list[str], endpoint: Endpoint, key: str) -> EngineProcess:
+    async def _spawned(self, command: list[str], endpoint: Endpoint, key: str, *, parks: bool) -> EngineProcess:
         try:
             return await EngineProcess.spawn(
                 command,
-                engine_environment(key, captures=endpoint.role == "activations"),
+                engine_environment(key, captures=endpoint.role == "activations", parks=parks),
                 endpoint,
                 log=EngineLog(log_path(self._config, endpoint.model_id, endpoint.role)),
                 clock=self._clock,
@@ -111,9 +115,11 @@ class Launcher:
         headers = _headers(model, role)
         base = address_of(model, role).rstrip("/").removesuffix("/v1")
         engine = RemoteEngine(Endpoint(base, headers, model.served_name, model.id, role, generation))
+        until = self._clock.monotonic() + self._config.timing.start_seconds
         enter("connecting", "Connecting to the engine")
         try:
             await self._until_reached(engine.health, _Stages(enter), named(model, role))
+            await self._checking.check(model, engine.endpoint, enter, name=named(model, role), until=until)
         except BaseException:
             await engine.stop()
             raise

@@ -15,20 +15,23 @@ _UNWANTED_SECONDS = 45.0
 
 
 class MakingRoom:
-    """The wait of one start for its place; to be closed once that is over, however it ended."""
+    """The wait of one start for its place; to be closed once that is over, however it ended.
+
+    ``rest`` parks an engine that nobody uses, or stops it, and returns once its place is free.
+    """
 
     def __init__(
-        self, waiting: Slot, slots: Sequence[Slot], clock: Clock, stop: Callable[[Slot], Awaitable[None]]
+        self, waiting: Slot, slots: Sequence[Slot], clock: Clock, rest: Callable[[Slot], Awaitable[None]]
     ) -> None:
         self._waiting = waiting
         self._slots = slots
         self._clock = clock
-        self._stop = stop
+        self._rest = rest
         self._since = clock.monotonic()
         self._yielding: Slot | None = None
 
     async def make(self) -> float:
-        """Stop the engine that was used least recently of those that may be, or ask one to yield.
+        """Let the engine rest that was used least recently of those that may, or ask one to yield.
 
         The return value is after how many seconds there may be more to do.
 
@@ -39,7 +42,7 @@ class MakingRoom:
             raise asyncio.CancelledError("nobody waits for it")
         free = [slot for slot in self._slots if slot.may_make_room]
         if free:
-            await self._stop(min(free, key=lambda slot: slot.last_used))
+            await self._rest(min(free, key=lambda slot: slot.last_used))
             return 0.0
         return min(wanted, self._ask())
 

@@ -1,4 +1,4 @@
-"""How many engine processes may run at a time, and who gets the next place."""
+"""How many engine processes may run at a time, those asleep not counted, and who gets the next place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Places:
             self._free -= 1
 
     def give_back(self) -> None:
-        """A process ended."""
+        """A process ended, or fell asleep."""
         self._free += 1
         self._change.set()
 

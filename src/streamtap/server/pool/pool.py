@@ -1,4 +1,4 @@
-"""The engines of this gateway: started when a request needs one, shared, stopped when idle, restarted when they die."""
+"""The engines of this gateway: started or woken when a request needs one, shared, at rest when idle, minded always."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from streamtap.server.pool.breaker import Breaker
 from streamtap.server.pool.endpoint import Endpoint as Endpoint
 from streamtap.server.pool.endpoint import Launches, RunningEngine
 from streamtap.server.pool.engine_events import OnEvent, ignore_event
+from streamtap.server.pool.host_memory import Host, LocalHost
 from streamtap.server.pool.launching import Launcher, named
 from streamtap.server.pool.runs import Runs
 from streamtap.server.pool.slot import Slot
@@ -33,7 +34,8 @@ class Pool:
     """Leases engines. Lives in one event loop.
 
     ``on_event`` is called with each ``EngineEvent`` and must not block. ``launcher`` starts engines, by default as
-    processes or at their addresses.
+    processes or at their addresses. ``host`` tells how much memory there is to park engines in, by default this
+    machine's.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Pool:
         clock: Clock | None = None,
         on_event: OnEvent = ignore_event,
         launcher: Launches | None = None,
+        host: Host | None = None,
     ) -> None:
         self._config = config
         self._clock = clock or SystemClock()
@@ -55,6 +58,7 @@ class Pool:
             config.max_engines,
             self._clock,
             on_event,
+            host or LocalHost(),
         )
         self._closing = False
 
@@ -68,7 +72,7 @@ class Pool:
 
     @asynccontextmanager
     async def lease(self, model_id: str, role: Role) -> AsyncIterator[Endpoint]:
-        """An engine that is ready, started if need be; it is not stopped for being idle while it is leased.
+        """An engine that is ready, started or woken if need be; it neither stops nor sleeps while it is leased.
 
         Raises:
             CircuitOpen: it failed too often just now.

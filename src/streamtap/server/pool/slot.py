@@ -10,14 +10,15 @@ from streamtap.errors import StreamtapError
 from streamtap.server.clock import Clock
 from streamtap.server.config import ModelConfig, Role, Timing
 from streamtap.server.pool.breaker import Breaker
-from streamtap.server.pool.endpoint import RunningEngine
+from streamtap.server.pool.endpoint import RunningEngine, Sleeps
 
-State = Literal["cold", "starting", "ready", "failed"]
+State = Literal["cold", "starting", "ready", "parked", "failed"]
 
 _LABELS: dict[State, str] = {
     "cold": "Not running",
     "starting": "Starting",
     "ready": "Ready",
+    "parked": "Asleep until it is needed",
     "failed": "The last start failed",
 }
 
@@ -28,6 +29,10 @@ class Slot:
     ``users`` are the leases that hold it or wait for it, ``holders`` those that hold it. ``starting`` and ``stopping``
     are the tasks that do so. While ``admits`` is not set, the engine yields: it is leased to nobody new, and makes room
     for another once nobody holds it.
+
+    An engine that runs is either ``engine``, which can be leased, or ``parked``: asleep, or on its way to it (the task
+    is then ``parking``) or from it (which ``starting`` sees to). ``copy_bytes`` is what a copy of its weights may take
+    of the host's memory, None where nobody asked yet, and ``has_copy`` whether this run took that already.
     """
 
     def __init__(self, model: ModelConfig, role: Role, clock: Clock, timing: Timing, breaker: Breaker) -> None:
@@ -36,6 +41,10 @@ class Slot:
         self.breaker = breaker
         self.state: State = "cold"
         self.engine: RunningEngine | None = None
+        self.parked: Sleeps | None = None
+        self.has_place = False
+        self.has_copy = False
+        self.copy_bytes: int | None = None
         self.users = 0
         self.holders = 0
         self.admits = asyncio.Event()
@@ -46,6 +55,8 @@ class Slot:
         self.suspect = False
         self.starting: asyncio.Task[StreamtapError | None] | None = None
         self.stopping: asyncio.Task[None] | None = None
+        self.parking: asyncio.Task[None] | None = None
+        self.awake = asyncio.Event()
         self._clock = clock
         self._timing = timing
         self._deaths = 0
@@ -64,8 +75,18 @@ class Slot:
         return self.state == "ready" and self.admits.is_set()
 
     @property
+    def is_parked(self) -> bool:
+        """Whether its engine is asleep, or on its way to it or from it."""
+        return self.parked is not None
+
+    @property
+    def sleeper(self) -> Sleeps | None:
+        """The engine, where it may be parked instead of stopped."""
+        return self.engine if self.model.park and isinstance(self.engine, Sleeps) else None
+
+    @property
     def may_make_room(self) -> bool:
-        """Whether it could be stopped now without taking it from anybody."""
+        """Whether it could be stopped or parked now without taking it from anybody."""
         busy = self.users if self.admits.is_set() else self.holders
         return self.engine is not None and self.is_process and not busy
 
@@ -79,6 +100,32 @@ class Slot:
         self.admits.set()
         if self.state == "ready":
             self.enter("ready")
+
+    def runs(self, engine: RunningEngine) -> bool:
+        """Whether ``engine`` is the one that runs, be it asleep."""
+        return engine in (self.engine, self.parked)
+
+    def rises(self, engine: RunningEngine) -> None:
+        """Have an engine that just started, or woke."""
+        self.engine, self.parked, self.suspect = engine, None, False
+        self.ready_since = self._clock.monotonic()
+        self.awake.set()
+        self.enter("ready")
+        self.used()
+
+    def lies_down(self, engine: Sleeps) -> None:
+        """Lease the engine to nobody from now on: it goes to sleep."""
+        self.engine, self.parked = None, engine
+        self.awake.clear()
+        self.enter("parked", "parking", "Going to sleep")
+        self.goes_on()
+
+    def is_over(self) -> RunningEngine | None:
+        """Have an engine no longer, asleep or awake; the one that is to be stopped."""
+        engine = self.engine or self.parked
+        self.engine = self.parked = None
+        self.has_copy, self.copy_bytes = False, None
+        return engine
 
     def enter(self, state: State, stage: str | None = None, label: str | None = None) -> None:
         """Be in ``state``, and at ``stage`` of it."""

@@ -1,6 +1,6 @@
 """HTTP to engines, as thin as can be: a request and its answer pass here for every completion.
 
-A general client spends a millisecond on each request; this one knows a POST and nothing else.
+A general client spends a millisecond on each request; this one knows a POST, a GET and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LENGTHS = {"content-length", "transfer-encoding"}
 
 @dataclass(frozen=True)
 class Address:
-    """Where completions are asked for."""
+    """Where one thing is asked for, completions by default."""
 
     host: str
     port: int
@@ -47,11 +47,11 @@ class Address:
 
 
 @lru_cache(maxsize=256)
-def address_of(base_url: str) -> Address:
-    """The address below an engine's own, with ``/v1`` at its end or without."""
+def address_of(base_url: str, method: str = "POST", path: str = "/v1/completions") -> Address:
+    """The address of ``path`` below an engine's own, which has ``/v1`` at its end or not."""
     parts = urlsplit(base_url.rstrip("/"))
-    path = parts.path if parts.path.endswith("/v1") else f"{parts.path}/v1"
-    lead = f"POST {path}/completions HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n".encode("latin-1")
+    target = parts.path.removesuffix("/v1") + path
+    lead = f"{method} {target} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n".encode("latin-1")
     is_tls = parts.scheme == "https"
     return Address(parts.hostname or "", parts.port or (443 if is_tls else 80), is_tls, lead)
 

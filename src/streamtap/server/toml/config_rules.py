@@ -55,6 +55,7 @@ def _model_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
     if model.dtype not in _DTYPES:
         yield "dtype", f"expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got {model.dtype!r}"
     yield from _file_faults(model)
+    yield from _vllm_faults(model)
     yield from (_remote_faults(model) if model.engine == "url" else _process_faults(model))
 
 
@@ -104,6 +105,13 @@ def _process_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "device", "vLLM chooses its device itself; remove device, or pass what it takes in arguments"
     if model.engine == "vllm" and model.max_batch_tokens is not None:
         yield "max_batch_tokens", "vLLM's own flag is --max-num-batched-tokens; pass it in arguments instead"
+
+
+def _vllm_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    for key in ("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor", "park"):
+        is_told = getattr(model, key) != getattr(ModelConfig, key)
+        if is_told and (model.engine != "vllm" or model.command):
+            yield key, "this is for engine = 'vllm' without a command of one's own; remove it, or set engine to that"
 
 
 def _command_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:

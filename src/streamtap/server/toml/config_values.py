@@ -14,6 +14,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "restart_backoff_seconds": (0, math.inf),
     "max_activation_prompt_tokens": (1, math.inf),
     "max_batch_tokens": (1, math.inf),
+    "tensor_parallel_size": (1, 1024),
+    "pipeline_parallel_size": (1, 1024),
     "max_model_len": (1, math.inf),
     "n_layers": (1, math.inf),
     "hidden_size": (1, math.inf),

@@ -1,0 +1,1 @@
+"""Captures through nnsight: in this process, or as jobs of NDIF, which runs models that do not fit here."""

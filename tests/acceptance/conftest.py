@@ -104,7 +104,7 @@ class Service:
 
     def engines(self) -> list[int]:
         """Process ids of the fake engines under this gateway, without the keepers that hold them."""
-        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+        table = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
         rows = [line.split(None, 2) for line in table.stdout.splitlines()]
         ours = {self.process.pid}
         for _ in range(3):

@@ -106,7 +106,7 @@ def captured(checkpoint: Path, prompts: Sequence[str]) -> list[dict[int, NDArray
 
 def workers_of(service: Any) -> list[int]:
     """Process ids of the workers that are the gateway's, without the keepers that hold them."""
-    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    table = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 2) for line in table.stdout.splitlines()]
     ours = {service.process.pid}
     for _ in range(3):

@@ -315,7 +315,7 @@ def test_a_small_job_takes_seconds_once_the_engine_is_warm(service: Any) -> None
 
 def workers_under(service: Any) -> list[int]:
     """Process ids of the workers of a gateway, and of the keepers that hold them."""
-    shown = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    shown = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 2) for line in shown.stdout.splitlines()]
     ours = {service.process.pid}
     for _ in range(3):

@@ -105,7 +105,7 @@ def test_some_positions_are_those_of_all(positions: Any, rows: Any, client: Clie
 
 
 def test_one_token_gives_the_rows_of_the_prompt(client: Client, whole: Completion) -> None:
-    done = client.complete(PROMPT, **FLOAT)
+    done = client.complete(PROMPT, temperature=0, **FLOAT)
 
     assert (done.usage.completion_tokens, _block(done).shape) == (1, (LAYERS, 6, HIDDEN))
     assert _worst(_block(done), _block(whole)[:, :6]) <= 1e-5
@@ -113,8 +113,9 @@ def test_one_token_gives_the_rows_of_the_prompt(client: Client, whole: Completio
 
 def test_each_prompt_of_a_batch_has_its_own_rows(client: Client, plain: Any) -> None:
     prompts = ["Water boils at one hundred degrees", [504], PROMPT]
+    # Greedy: a token drawn by chance may end up where two huge terms cancel, and float32 itself keeps 4 digits.
     done = client.complete(
-        [plain.ids(each) if isinstance(each, str) else each for each in prompts], max_tokens=3, **FLOAT
+        [plain.ids(each) if isinstance(each, str) else each for each in prompts], max_tokens=3, temperature=0, **FLOAT
     )
 
     assert done.activations is not None

@@ -220,6 +220,15 @@ def test_standard_input_is_text(model: str, tmp_path: Path) -> None:
         (["--project-onto", "narrow.npy"], "error: directions are 3 wide; rows of"),
         (["--engines", "2"], "Error: --engines needs --cluster."),
         (["--cpus-per-engine", "2"], "Error: --cpus-per-engine needs --cluster."),
+        (["--backend", "vllm", "--device", "cuda:1"], "error: device means nothing to backend='vllm'"),
+        (["--api-base", "http://there/v1"], "error: api_base means nothing to backend='local'"),
+        (["--engine-option", "share_prefix=true"], "error: share_prefix means nothing to backend='local'; it takes"),
+        (["--engine-option", "share_prefixes"], "NAME=VALUE was expected; got 'share_prefixes'."),
+        (["--engine-option", "device=cpu"], "device goes with --device."),
+        (["--engine-option", "dtype=float32"], "dtype goes with --model-dtype."),
+        (["--engine-option", "device_map=auto", "--backend", "api"], "device_map means nothing to backend='api'"),
+        (["--engine-option", "api_key=x"], "api_key goes with STREAMTAP_API_KEY in the environment."),
+        ([*2 * ("--engine-option", "share_prefixes=true")], "share_prefixes is given twice."),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_leaves_no_run(
@@ -267,7 +276,9 @@ def test_a_cluster_gets_the_model_by_name_and_what_was_asked(
         raise Enough
 
     monkeypatch.setattr(local, "harvest_prompts", record)
-    words = "--cluster ray://head:10001 --engines 4 --cpus-per-engine 2 --gpus-per-engine 0.5 --layers 8 --revision v1"
+    words = """--cluster ray://head:10001 --engines 4 --cpus-per-engine 2 --gpus-per-engine 0.5 --layers 8 --revision v1
+        --model-dtype float32 --backend vllm --engine-option tensor_parallel_size=4
+        --engine-option distributed_executor=ray"""
     result = _run("some/model", file, *words.split(), out=tmp_path / "run")
 
     assert isinstance(result.exception, SystemExit)
@@ -275,7 +286,8 @@ def test_a_cluster_gets_the_model_by_name_and_what_was_asked(
     assert asked == {
         "prompts": PROMPTS, "out": str(tmp_path / "run"), "model": "some/model", "layers": "8",
         "cluster": OnCluster("ray://head:10001", cpus_per_engine=2, gpus_per_engine=0.5, engines=4),
-        "dtype": "bfloat16", "model_dtype": "auto", "device": "auto", "revision": "v1",
+        "dtype": "bfloat16", "model_dtype": "float32", "revision": "v1",
+        "backend": "vllm", "tensor_parallel_size": 4, "distributed_executor": "ray",
         "positions": "all", "pooling": "none", "project_onto": None, "add_special_tokens": True, "context": None,
         "chunk": False, "pack": False,
         "max_tokens": None, "shard_size": 32, "batch_size": None, "compression": "none", "run_id": None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamtap.cli.backends import BACKEND_OPTIONS, with_own_options
 from streamtap.cli.notice import announce_unpacking, waiting
 from streamtap.cli.options import with_options
 from streamtap.cli.text import as_positions, columns, counted, number_ranges, show, size
@@ -52,15 +53,6 @@ _HOW = (
     click.option("--exact", is_flag=True, help="Run each prompt alone and whole: slower, to the bit."),
     click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16, or the checkpoint's."),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda:1, mps, or the best that is there."),
-    click.option(
-        "--backend",
-        type=click.Choice(("local", "nnsight", "vllm", "api")),
-        default="local",
-        show_default=True,
-        help="What runs the model; api is a service, whose id --model then is.",
-    ),
-    click.option("--remote", is_flag=True, help="With --backend nnsight: on NDIF, with NDIF_API_KEY."),
-    click.option("--api-base", help="With --backend api: its address; the key comes from STREAMTAP_API_KEY."),
     click.option("--batch-size", type=click.IntRange(min=1), help="At most this many prompts in a batch."),
     click.option("--max-batch-tokens", type=click.IntRange(min=1), help="At most this many tokens in a batch."),
 )
@@ -77,7 +69,7 @@ _FILES = (
 
 @click.command()
 @click.argument("file")
-@with_options(_FILES, _WHAT, _HOW)
+@with_options(_FILES, _WHAT, _HOW, BACKEND_OPTIONS)
 def extract(
     file: str,
     file_format: str | None,
@@ -106,7 +98,7 @@ def extract(
     prompts = read_prompts(source, file_format=file_format, column=column, limit=limit)
     if asked["backend"] != "api":
         announce_unpacking(asked["model"])
-    with _open_cache(**asked) as cache:
+    with _open_cache(**with_own_options(asked)) as cache:
         _run(cache, prompts, "standard input" if file == "-" else Path(file).name)
         if out is not None:
             _export(cache, prompts, out, with_text=with_text, overwrite=overwrite)

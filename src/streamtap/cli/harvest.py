@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamtap.cli.backends import BACKEND_OPTIONS, with_own_options
 from streamtap.cli.notice import announce_unpacking, waiting
 from streamtap.cli.options import with_options
 from streamtap.cli.text import as_positions, columns, counted, number_ranges, show, size
@@ -109,7 +110,7 @@ def harvest() -> None:
 @harvest.command()
 @click.argument("file")
 @click.option("--out", required=True, help="The run's own folder, or s3://…, gs://… or az://…")
-@with_options(_WHAT, _CUT, _FROM, _HOW, _CLUSTER)
+@with_options(_WHAT, _CUT, _FROM, _HOW, BACKEND_OPTIONS, _CLUSTER)
 def run(
     file: str,
     out: str,
@@ -158,19 +159,28 @@ def _asked(
     positions: str,
     project_onto: Path | None,
     no_special_tokens: bool,
-    model_dtype: str,
-    device: str,
-    revision: str | None,
     **same: Any,
 ) -> dict[str, Any]:
     """The options as ``harvest_prompts`` has them."""
+    loading = {name: same.pop(name) for name in ("model_dtype", "device", "revision", *_names(BACKEND_OPTIONS))}
+    if (loading["backend"], loading["model_dtype"]) == ("api", "auto"):
+        loading["model_dtype"] = same["dtype"]  # what a service is asked for is what the files hold
     return {
         "positions": as_positions(positions),
         "project_onto": None if project_onto is None else _directions(project_onto),
         "add_special_tokens": not no_special_tokens,
-        "loading": {"model_dtype": model_dtype, "device": device, "revision": revision},
+        "loading": _loading(**loading),
         **same,
     }
+
+
+def _loading(model_dtype: str, **asked: Any) -> dict[str, Any]:
+    """What ``load_engine`` is called with; nothing that was not asked for."""
+    from streamtap.workbench.load_options import LoadOptions
+
+    options = LoadOptions(dtype=model_dtype, **with_own_options(asked))
+    told = options.arguments()
+    return {name: told[name] for name in told if name in options.engine_options or name in options.asked()}
 
 
 def _directions(file: Path) -> NDArray[np.generic]:
@@ -197,12 +207,14 @@ def _harvest(
     with ExitStack() as held:
         where: dict[str, Any]
         if cluster is None:
-            announce_unpacking(model)
+            if loading.get("backend") != "api":
+                announce_unpacking(model)
             engine = _loaded(model, loading, held)
             where = {"engine": engine}
             show(columns(list(_before(engine, corpus, out))))
         else:
-            where = {"model": model, "cluster": OnCluster(**cluster), **loading}
+            where = {"model": model, "model_dtype": loading.pop("dtype", "auto"), "cluster": OnCluster(**cluster)}
+            where |= loading
             show(columns([("model", model), ("from", _rows(corpus)), ("to", out)]))
         try:
             with harvest_bar(corpus.n_rows, options["max_tokens"]) as bar:
@@ -218,7 +230,7 @@ def _loaded(model: str, loading: dict[str, Any], held: ExitStack) -> Engine:
     from streamtap.settings import BESIDE_OTHER_WORK, defaults
 
     with waiting("reading the model"), defaults(**BESIDE_OTHER_WORK):  # read when torch is loaded
-        engine: Engine = load_engine(model, dtype=loading.pop("model_dtype"), **loading)
+        engine: Engine = load_engine(model, **loading)
     held.callback(engine.close)
     return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from streamtap.engines.base import Engine
@@ -48,18 +49,34 @@ def check_backend(backend: str, *, remote: bool = False) -> None:
 
 
 def _loaded(model: str, backend: str, options: dict[str, Any]) -> Engine:
+    load = _engine_class(backend).load
+    taken = signature(load)
+    try:
+        taken.bind(model, **options)
+    except TypeError as error:
+        known = [name for name in taken.parameters if name not in ("model", "reference")]
+        idle = sorted(set(options) - {*known, "reference"})
+        mean = "means" if len(idle) == 1 else "mean"
+        raise InvalidInput(
+            f"{', '.join(idle)} {mean} nothing to backend={backend!r}; it takes {', '.join(known)}."
+        ) from error
+    engine: Engine = load(model, **options)
+    return engine
+
+
+def _engine_class(backend: str) -> Any:
     if backend == "nnsight":
         from streamtap.engines.nnsight.engine import NnsightEngine
 
-        return NnsightEngine.load(model, **options)
+        return NnsightEngine
     if backend == "vllm":
         from streamtap.engines.vllm_offline import VllmEngine
 
-        return VllmEngine.load(model, **options)
+        return VllmEngine
     if backend == "api":
         from streamtap.engines.api import ApiEngine
 
-        return ApiEngine.load(model, **options)
+        return ApiEngine
     from streamtap.engines.transformers import TransformersEngine
 
-    return TransformersEngine.load(model, **options)
+    return TransformersEngine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import statistics
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peak_memory import peak_bytes
 
 from streamtap import load_activations, push_dataset
 from streamtap.activations import Provenance
@@ -74,7 +74,7 @@ def pack(folder: Path, prompts: int, layers: int, hidden: int) -> dict[str, Any]
     cpu, start = time.process_time(), time.perf_counter()
     push_dataset(target, MODEL, named, labels=[number % 2 for number in range(prompts)], progress=False)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     after = _sequential_write(folder / "plain", size)
     return {
         "seconds": seconds,

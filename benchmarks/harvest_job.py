@@ -19,6 +19,7 @@ arguments = json.loads(sys.argv[1])
 os.environ["OMP_NUM_THREADS"] = str(arguments["threads"])
 
 from harvest_work import harvest_tokenised  # noqa: E402 - the number of threads is read on import
+from peak_memory import peak_bytes  # noqa: E402
 
 from streamtap import TransformersEngine  # noqa: E402
 from streamtap.harvest.plan import Tokenised, read_prompts  # noqa: E402
@@ -64,13 +65,7 @@ def run() -> dict[str, float]:
     found["tokens"] = sum(
         tensor.shape[0] for shard in manifest.shards for tensor in shard.tensors if tensor.name.startswith("tokens_")
     )
-    return {**found, "peak_bytes": _peak_bytes()}
-
-
-def _peak_bytes() -> int:
-    """Of this process alone: what getrusage tells may be of the one that started it."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return {**found, "peak_bytes": peak_bytes()}
 
 
 def _spec() -> object:

@@ -1,13 +1,13 @@
 """One cached layer by SAELens in its own environment: ``python benchmarks/harvest_saelens_job.py JSON``; prints JSON.
 
-Needs nothing of ours. Its runner gets the same texts and model; the model is loaded before the clock starts.
+Needs nothing of ours but a file beside it. Its runner gets the same texts and model; the model is loaded before the
+clock starts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sys
 import time
 from importlib.metadata import version
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peak_memory import peak_bytes
 from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
 
 HIDDEN = 576
@@ -57,7 +58,7 @@ def run() -> dict[str, float]:
         "seconds": time.perf_counter() - wall,
         "cpu_seconds": time.process_time() - cpu,
         "tokens": len(rows) * arguments["context"],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak_bytes(),
     }
 
 

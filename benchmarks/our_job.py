@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
+
+from peak_memory import peak_bytes
 
 arguments = json.loads(sys.argv[1])
 prompts = json.loads(Path(arguments["prompts"]).read_text())
@@ -25,7 +26,7 @@ print(
             "cpu_seconds": time.process_time() - cpu,
             "extracted": stats.activations_extracted,
             "torch_imported": "torch" in sys.modules,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": peak_bytes(),
         }
     )
 )

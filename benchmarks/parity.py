@@ -105,17 +105,23 @@ def table(found: Mapping[str, Any]) -> str:
     heads = [f"layers {first} to {last}" for first, last in groups]
     lines = [_line(["backend", *heads, "tokens/s"]), _line(["---"] * (len(heads) + 1) + ["---:"])]
     for key, each in engines.items():
-        cells = [f"{group['worst_cosine']:.6f}, {group['worst_relative_error']:.1e}" for group in each["groups"]]
+        cells = [_cell(group) for group in each["groups"]]
         lines.append(_line([f"{RUNS[key].title}; rows {each['dtype']}", *cells, f"{each['tokens_per_second']:.0f}"]))
     plain = about["tokens"] / about["seconds"]
     text = (
-        "The worst cosine and the worst relative error ‖a − b‖ / ‖b‖ of any row, against the plain `transformers` "
-        f"model in float32, one prompt at a time without padding ({plain:.0f} tokens/s): {about['prompts']} prompts of "
+        "The worst cosine and the worst relative error ‖a − b‖ / ‖b‖ of any row, and in brackets the median row's "
+        "error, against the plain `transformers` model in float32, one prompt at a time without padding "
+        f"({plain:.0f} tokens/s): {about['prompts']} prompts of "
         f"{about['shortest']} to {about['longest']} tokens, {about['tokens']} in all, every token's row of every layer "
         f"of `{about['model']}`, in one run on {about['device']} with {about['threads']} threads. "
         f"{_versions(engines)}. A self-check's relative error is that of a layer's rows together, which is smaller."
     )
     return "\n".join([*lines, "", text])
+
+
+def _cell(group: Mapping[str, Any]) -> str:
+    worst, middle = group["worst_relative_error"], group["median_relative_error"]
+    return f"{group['worst_cosine']:.6f}, {worst:.1e} ({middle:.1e})"
 
 
 def placed(page: str, text: str) -> str:

@@ -24,6 +24,7 @@
     │   ├── ChatUnsupported            chat completions, which have no defined positions
     │   └── HarvestUnsupported         a model without an engine for bulk harvests
     ├── CaptureMissed                  a capture that is not whole, or not finite
+    │   └── CaptureInterrupted         one beside which a working engine interrupted a request
     ├── EngineOutOfMemory              one prompt alone does not fit the device
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     ├── NotCached (LookupError)        rows that the cache does not hold
@@ -158,6 +159,12 @@ class CaptureMissed(StreamtapError):
     def __init__(self, message: str, *, layer: int) -> None:
         super().__init__(message)
         self.layer = layer
+
+
+class CaptureInterrupted(CaptureMissed):
+    """A capture during which the engine, short of memory, began a request anew: its rows may be other positions'."""
+
+    retryable = True
 
 
 class EngineOutOfMemory(StreamtapError):

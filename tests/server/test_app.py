@@ -15,6 +15,7 @@ from streamtap.server.config import ModelConfig
 from streamtap.testing.stub_engine import StubPool
 from streamtap.testing.stub_gateway import StubGateway
 
+AS_WE_RUN_IT = {"engine": "transformers", "own_arguments": False}
 OF_ACTIVATIONS = {"max_activation_prompt_tokens", "max_harvest_prompts", "output_positions", "output_dtypes"}
 
 
@@ -63,7 +64,7 @@ def test_models_say_what_they_can_do_and_nothing_that_is_unknown(tmp_path: Path)
         listed = (await gateway.get("/v1/models")).json
         assert listed["object"] == "list"
         able, mute = listed["data"]
-        assert able == {
+        assert able == AS_WE_RUN_IT | {
             "id": "stub",
             "object": "model",
             "owned_by": "streamtap",

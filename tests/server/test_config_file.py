@@ -186,6 +186,13 @@ def test_a_file_in_this_folder_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         (_model("engine = 'vllm'", "tensor_parallel_size = 0"), 5, "expected a whole number of at least 1"),
         (_model("engine = 'vllm'", "pipeline_parallel_size = 1.5"), 5, "expected a whole number, got 1.5"),
         (_model("engine = 'vllm'", "distributed_executor = 'mpi'"), 5, "expected 'mp' or 'ray', got 'mpi'"),
+        (
+            _model("engine = 'vllm'", "distributed_executor = 'ray'", "park = true"),
+            6,
+            "park: an engine over Ray is never parked",
+        ),
+        (_model("self_check = true", "activations = false"), 4, "self_check: it looks at captured rows"),
+        (_model("engine = 'vllm'", "arguments = ['--seed', '-tp', '2']"), 5, "arguments: --tensor-parallel-size has"),
         (_model("engine = 'vllm'", "park = 1"), 5, "park: expected true or false, got 1"),
         (_model("tokenizer = 'nowhere'"), 4, "tokenizer: expected a tokenizer.json or a folder with one"),
         (_model("", _model()), 6, "id: 'a' is the id of model 1 already; give each its own"),
@@ -203,11 +210,12 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, text: str, line: int, re
 
 
 def test_one_model_over_many_devices_is_read(tmp_path: Path) -> None:
-    lines = ("tensor_parallel_size = 8", "pipeline_parallel_size = 2", "distributed_executor = 'ray'", "park = true")
+    lines = ("tensor_parallel_size = 8", "pipeline_parallel_size = 2", "distributed_executor = 'ray'")
     (model,) = _read(tmp_path, _model("engine = 'vllm'", *lines)).models
 
     assert (model.tensor_parallel_size, model.pipeline_parallel_size) == (8, 2)
-    assert (model.distributed_executor, model.park) == ("ray", True)
+    assert (model.distributed_executor, model.park) == ("ray", False)
+    assert _read(tmp_path, _model("engine = 'vllm'", "distributed_executor = 'mp'", "park = true")).models[0].park
     # What every model has without a word is no fault of any kind of engine.
     plain = _read(tmp_path, _model("tensor_parallel_size = 1", "pipeline_parallel_size = 1", "park = false")).models[0]
     assert (plain.tensor_parallel_size, plain.distributed_executor, plain.park) == (1, None, False)

@@ -77,6 +77,24 @@ def test_an_engine_that_is_not_ours_writes_a_token_behind_each_prompt(tmp_path: 
     assert other["harvest"] is False
 
 
+def test_it_is_told_what_runs_a_model_and_whether_as_we_would(tmp_path: Path) -> None:
+    listed = _listed(
+        tmp_path,
+        replace(MODEL, command=()),
+        replace(MODEL, id="fp8", command=(), engine="vllm", arguments=("--quantization", "fp8")),
+        replace(MODEL, id="own", command=("engine", "{port}")),
+        ModelConfig(id="elsewhere", checkpoint="org/stub", engine="url", url="http://127.0.0.1:9/v1"),
+    )
+
+    assert [(each["engine"], each["own_arguments"]) for each in listed] == [
+        ("transformers", False),
+        ("vllm", True),
+        ("transformers", True),
+        ("url", False),
+    ]
+    assert "quantization" not in str(listed)
+
+
 def test_a_gateway_without_workers_offers_no_harvest(tmp_path: Path) -> None:
     gateway = StubGateway(tmp_path, StubPool())
     service = gateway.app.state.service

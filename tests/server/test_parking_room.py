@@ -150,15 +150,6 @@ def test_whoever_leases_it_before_it_goes_keeps_it(weights: int | None) -> None:
     play_night(part)
 
 
-def test_an_engine_whose_weights_lie_on_several_machines_is_not_parked() -> None:
-    async def part(night: Night) -> None:
-        await night.sleep()
-        assert "its weights may lie on other machines" in night.events[-1].detail
-        assert night.stage() == "cold"
-
-    play_night(part, replace(SLEEPERS[0], distributed_executor="ray"))
-
-
 def test_memory_that_is_just_enough_is_taken_once_and_kept() -> None:
     async def part(night: Night) -> None:
         night.host.used = 700

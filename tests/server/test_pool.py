@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from streamtap.errors import (
+    CaptureInterrupted,
     CaptureMissed,
     CircuitOpen,
     EngineDead,
@@ -186,7 +187,8 @@ def test_an_engine_that_lost_a_connection_is_looked_at_before_it_is_leased_again
 def test_five_failures_in_a_row_open_the_breaker() -> None:
     async def part(scene: Scene) -> None:
         endpoint = await use(scene.pool)
-        for error in [InvalidInput("no"), ServerRestarting("no"), asyncio.CancelledError()] * 5:
+        interrupted = CaptureInterrupted("no", layer=3)
+        for error in [InvalidInput("no"), ServerRestarting("no"), interrupted, asyncio.CancelledError()] * 5:
             scene.pool.failed(endpoint, error)
         for _ in range(4):
             scene.pool.failed(endpoint, EngineFailed("no"))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamtap.engines.references import find_model
 from streamtap.engines.self_check_reference import Reference, keep_reference, reference_ids
 from streamtap.engines.tokenizing import PromptTokenizer
 from streamtap.errors import EngineFailed
@@ -47,9 +48,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
     ids = reference_ids(PromptTokenizer(None, vocabulary=97))
     right = FakeEngine(n_layers=4, hidden=8, dtype="bfloat16")
     rows = np.stack([right.rows(ids, layer).astype(np.float32) for layer in range(4)])
-    keep_reference(
-        Reference(rows, ids, "fake", "sha256:1", "by hand"), str(folder), settings=Settings.from_environment()
-    )
+    settings = Settings.from_environment()
+    commit = find_model(str(folder), settings=settings).commit or ""
+    keep_reference(Reference(rows, ids, "fake", commit, "by hand"), str(folder), settings=settings)
     return ModelConfig(id="m", checkpoint=str(folder), name="org/model", self_check=True)
 
 

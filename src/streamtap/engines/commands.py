@@ -6,9 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamtap.engines.vllm_flags import option_of
+
 #: A steered prompt's keys and values must not serve another request, and a vector for one position is right only where
 #: a prompt runs in one piece.
 _CAPTURING = ("--no-enable-prefix-caching", "--no-enable-chunked-prefill")
+#: Options of vLLM that cut prompts, or may: a threshold does so without chunked prefill, too.
+_CUTTING = ("enable_chunked_prefill", "long_prefill_token_threshold", "prefill_context_parallel_size", "scheduler_cls")
 
 
 def worker_command(
@@ -73,7 +77,7 @@ def vllm_command(model: str, *, name: str, port: int | str, options: VllmOptions
 
 def prefills_whole(arguments: Sequence[str]) -> bool:
     """Whether a ``vllm serve`` of ours that is given ``arguments`` beside its flags runs every prompt in one piece."""
-    return not any(word.replace("_", "-").startswith("--enable-chunked") for word in arguments)
+    return not any(option_of(word, _CUTTING) for word in arguments)
 
 
 def filled_command(words: Sequence[str], *, model: str, name: str, port: int | str) -> list[str]:
@@ -84,7 +88,8 @@ def filled_command(words: Sequence[str], *, model: str, name: str, port: int | s
 def engine_environment(key: str, *, captures: bool, parks: bool = False) -> dict[str, str]:
     """Variables that an engine process gets beside ours.
 
-    They are the key that it asks for, whether vllm-lens is on, and whether vLLM takes the calls that put it to sleep.
+    They are the key that it asks for, whether vllm-lens is on, and whether vLLM takes the calls that put it to sleep,
+    with all its other development endpoints, none of which asks for the key.
     """
     variables = {"STREAMTAP_WORKER_KEY": key, "VLLM_API_KEY": key}
     if not captures:

@@ -45,33 +45,48 @@ def check_vllm_can(request: CompletionRequest, *, runs_whole: bool) -> None:
     _check_norms(request.steering)
 
 
-def for_vllm(request: CompletionRequest, prompt_tokens: Sequence[int], dtype: str | None = None) -> CompletionRequest:
-    """``request`` with a vector for each position where it has spans, which vllm-lens does not know.
+def check_vectors(request: CompletionRequest, prompt_tokens: Sequence[int], dtype: str | None = None) -> None:
+    """Refuse vectors that are too large for the engine, as far as that shows without its rows.
 
     ``dtype`` is what the engine computes in, as far as that is known.
 
     Raises:
-        SteeringUnsupported: they come to more than one request can carry.
+        SteeringUnsupported: with one for each position of its spans, a vector is more than one request can carry.
         SteeringNotFinite: a vector is out of the range of ``dtype`` by itself.
     """
     for vector in request.steering:
         _check_range(vector, "float16" if dtype == "float16" else "float32")
+        count = len(_spanned(vector, max(prompt_tokens)))
+        if vector.vectors.nbytes * count > _MOST_BYTES:
+            raise SteeringUnsupported(
+                f"this model's engine (vLLM) has no position_spans, and this vector for {count} positions by itself "
+                "is too large; send fewer layers or shorter spans."
+            )
+
+
+def for_vllm(request: CompletionRequest, prompt_tokens: Sequence[int], dtype: str | None = None) -> CompletionRequest:
+    """``request`` with a vector for each position where it has spans, which vllm-lens does not know.
+
+    Raises:
+        SteeringUnsupported: as ``check_vectors``; ``SteeringNotFinite`` alike.
+    """
+    check_vectors(request, prompt_tokens, dtype)
     if all(vector.spans is None for vector in request.steering):
         return request
     fed = max(prompt_tokens)
     return replace(request, steering=tuple(_by_position(vector, fed) for vector in request.steering))
 
 
+def _spanned(vector: SteeringVector, fed: int) -> tuple[int, ...]:
+    """The positions that its spans hold and the prompt has."""
+    return tuple(place for start, end in vector.spans or () for place in range(start, min(end, fed)))
+
+
 def _by_position(vector: SteeringVector, fed: int) -> SteeringVector:
-    """The vector once for each position that its spans hold and the prompt has."""
+    """The vector once for each position of its spans."""
     if vector.spans is None:
         return vector
-    positions = tuple(place for start, end in vector.spans for place in range(start, min(end, fed)))
-    if vector.vectors.nbytes * len(positions) > _MOST_BYTES:
-        raise SteeringUnsupported(
-            f"this model's engine (vLLM) has no position_spans, and this vector for {len(positions)} positions by "
-            "itself is too large; send fewer layers or shorter spans."
-        )
+    positions = _spanned(vector, fed)
     repeated = np.repeat(vector.vectors[:, None], len(positions), axis=1)
     return replace(vector, vectors=repeated, positions=positions, spans=None)
 

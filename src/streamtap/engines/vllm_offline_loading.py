@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamtap.engines.described import DescribedModel
+from streamtap.engines.vllm_flags import NO_TRUE_ROWS
 from streamtap.engines.vllm_offline_llm import GRACE_SECONDS, Llm, LlmFacts
 from streamtap.errors import EngineFailed, InvalidInput, MissingExtra, Unsupported
 from streamtap.settings import defaults
@@ -22,13 +23,7 @@ _VARIABLES = {
     **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
 }
 _OWN = ("model", "revision", "dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
-#: Options that would cost rows, or mix them up, and why.
-_REFUSED = {
-    "enable_prefix_caching": "tokens found in a prefix cache do not run, so they have no rows",
-    "speculative_config": "drafted tokens that are thrown away would leave rows",
-    "kv_transfer_config": "tokens that ran elsewhere have no rows here",
-    "worker_extension_cls": "vllm-lens takes its place",
-}
+_REFUSED = NO_TRUE_ROWS | {"enable_prefix_caching": "tokens found in a prefix cache do not run, so they have no rows"}
 
 
 @dataclass(frozen=True)

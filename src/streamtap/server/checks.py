@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from streamtap.completion import CompletionRequest
-from streamtap.engines.vllm_limits import check_vllm_can, for_vllm
+from streamtap.engines.vllm_limits import check_vectors, check_vllm_can, for_vllm
 from streamtap.errors import (
     ActivationsUnsupported,
     CapturePromptTooLong,
@@ -123,6 +123,7 @@ def plan(
         FullVocabularyTooLong: a prompt is too long for the whole vocabulary at each token.
         CapturePromptTooLong: the capture would have more positions than one may have.
         Unsupported: the model's kind of engine would answer it wrongly.
+        SteeringNotFinite: a vector is out of that engine's range.
     """
     max_tokens = _max_tokens(body, counts, found, limits)
     whole = replace(request, max_tokens=max_tokens)
@@ -133,6 +134,8 @@ def plan(
     _check_full_vocabulary(whole, counts, limits)
     _check_capture(whole, counts, found, is_vllm=is_vllm)
     check_steered_positions(whole.steering, counts, max_tokens)
+    if is_vllm:
+        check_vectors(whole, counts, found.facts.dtype)
     made = Plan(found, whole, counts, body.include_usage)
     if made.output_tokens > limits.max_output_work_tokens:
         raise InvalidInput(
@@ -186,7 +189,7 @@ def for_the_vllm_behind(made: Plan) -> CompletionRequest:
     """
     found, request, counts = made.served, made.request, made.prompt_tokens
     if found.config.engine != "vllm":
-        # Of an engine that runs elsewhere it shows only now what it is.
+        # Of one that runs elsewhere, or is started by a command, it shows only now what it is.
         check_vllm_can(request, runs_whole=False)
         _check_capture(request, counts, found, is_vllm=True)
     return for_vllm(request, counts, found.facts.dtype)

@@ -19,6 +19,7 @@ from streamtap.server.pool.endpoint import Endpoint
 from streamtap.server.relaying.asked_rows import AskedRows
 from streamtap.server.relaying.engine_http import EngineResponse
 from streamtap.server.relaying.expected_rows import ExpectedRows
+from streamtap.server.relaying.held_back import held_back
 from streamtap.server.relaying.interruptions import Interruptions
 from streamtap.server.relaying.relay import relay_json
 from streamtap.server.relaying.relay_events import relay_events
@@ -79,33 +80,42 @@ class EngineCall:
             async with upstream.ask(endpoint, payload, _ACCEPTS[self.reply.kind]) as response:
                 await self._relay(response)
             return
-        request = for_the_vllm_behind(plan)
+        payload = await self._for_vllm(told)
         interruptions = await self._interruptions(endpoint)
         self.account.ran(sum(plan.prompt_tokens), 0)
         accept = _ACCEPTS["events" if plan.request.stream else "json"]
-        async with upstream.ask(endpoint, to_vllm(request, **told), accept) as response:
-            # Its answer begins when all rows are captured.
-            await interruptions.check()
+        async with upstream.ask(endpoint, payload, accept) as response:
+            if interruptions is not None:
+                # Its answer begins when all rows are captured.
+                await interruptions.check()
             await self._relay(response, is_vllm=True)
 
     async def _is_vllm(self, endpoint: Endpoint) -> bool:
-        """Whether the engine is no worker of ours; of one that runs elsewhere it matters for captures and steering."""
-        kind = self.plan.served.config.engine
-        if kind == "url" and self.plan.role == "activations":
+        """Whether the engine is no worker of ours; it is asked where the configuration does not say what it is."""
+        config = self.plan.served.config
+        if config.engine == "url" or config.command:
             return not await self.service.upstream.is_ours(endpoint)
-        return kind == "vllm"
+        return config.engine == "vllm"
 
-    async def _interruptions(self, endpoint: Endpoint) -> Interruptions:
-        """A prompt that runs in one piece is captured before it can be interrupted."""
-        upstream, capture = self.service.upstream, self.plan.request.capture
-        if capture is None:
-            return Interruptions(upstream, endpoint, 0, None)
+    async def _for_vllm(self, told: dict[str, Any]) -> dict[str, Any]:
+        """What a vLLM is sent; spans grow to many times their size, where nobody waits for that."""
+
+        def made() -> dict[str, Any]:
+            return to_vllm(for_the_vllm_behind(self.plan), **told)
+
+        spreads = any(vector.spans is not None for vector in self.plan.request.steering)
+        return await asyncio.to_thread(made) if spreads else made()
+
+    async def _interruptions(self, endpoint: Endpoint) -> Interruptions | None:
+        """What is to be checked of a capture; nothing where a prompt in one piece is captured before any of that."""
+        capture = self.plan.request.capture
         is_safe = self.plan.request.max_tokens == 1 and runs_prompts_whole(self.plan.served.config)
-        before = None if is_safe else await upstream.preemptions(endpoint)
-        return Interruptions(upstream, endpoint, capture.layers[0], before)
+        if capture is None or is_safe:
+            return None
+        return await Interruptions.so_far(self.service.upstream, endpoint, capture.layers[0])
 
     async def _relay(self, response: EngineResponse, *, is_vllm: bool = False) -> None:
-        """Pass the answer on; a capture of a vLLM is made into ours on its way."""
+        """Pass the answer on; a capture of a vLLM is made into ours, and looked at whole, before any of it goes on."""
         capture = self.plan.request.capture
         media = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         maps = is_vllm and capture is not None and media == _ACCEPTS["json"]
@@ -118,9 +128,12 @@ class EngineCall:
             if capture is None or not maps:
                 await self._pass_on(pieces)
                 return
-            asked = AskedRows.of(self.plan, capture)
-            async with aclosing(mapped_rows(pieces, asked, binary=self.reply.kind == "binary")) as mapped:
-                await self._pass_on(mapped)
+            asked, folder = AskedRows.of(self.plan, capture), self.service.config.data_dir
+            async with (
+                aclosing(mapped_rows(pieces, asked, binary=self.reply.kind == "binary")) as mapped,
+                aclosing(held_back(mapped, folder)) as looked_at,
+            ):
+                await self._pass_on(looked_at)
 
     async def _pass_on(self, pieces: AsyncIterator[bytes]) -> None:
         capture, settle = self.plan.request.capture, self.account.settle

@@ -17,7 +17,7 @@ import zstandard
 from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
-from streamtap.server.config import ModelConfig
+from streamtap.server.config import ModelConfig, Timing
 from streamtap.testing.stub_engine import Script, StubEngine, StubPool
 from streamtap.testing.stub_gateway import StubGateway
 
@@ -60,12 +60,15 @@ def envelope(values: Array) -> dict[str, Any]:
 
 
 class StubVllm(StubEngine):
-    """A stub that also says who it is, and how often it interrupted a request at each time that it is asked."""
+    """A stub that also says who it is, and how often it interrupted a request at each time that it is asked.
 
-    def __init__(self, script: Script, owner: str = "vllm", interruptions: Sequence[int] = ()) -> None:
+    Where that is empty it interrupted none, and where it is None it does not tell.
+    """
+
+    def __init__(self, script: Script, owner: str = "vllm", interruptions: Sequence[int] | None = ()) -> None:
         super().__init__(lambda _body: script)
         self.owner = owner
-        self.interruptions = list(interruptions)
+        self.interruptions = None if interruptions is None else list(interruptions)
         self.looks: list[str] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,8 +83,8 @@ class StubVllm(StubEngine):
     def _told(self, path: str) -> tuple[int, bytes]:
         if path == "/v1/models":
             return 200, json.dumps({"object": "list", "data": [{"id": "m", "owned_by": self.owner}]}).encode()
-        if path == "/metrics" and self.interruptions:
-            counted = self.interruptions.pop(0)
+        if path == "/metrics" and self.interruptions is not None:
+            counted = self.interruptions.pop(0) if self.interruptions else 0
             name, labels = "vllm:num_preemptions", '{engine="0",model_name="m"}'
             lines = [f"# TYPE {name} counter", f"{name}_total{labels} {counted}.0", f"{name}_created{labels} 1.7e+09"]
             return 200, "\n".join([*lines, ""]).encode()
@@ -98,15 +101,18 @@ class Behind:
     folder: Path
     made: int = field(default=0)
 
-    def __call__(self, engine: StubVllm, act: Act, model: ModelConfig = VLLM) -> None:
+    def __call__(
+        self, engine: StubVllm, act: Act, model: ModelConfig = VLLM, *, first_answer_seconds: float = 1.0
+    ) -> None:
         """Run ``act`` with a gateway that serves ``model`` from ``engine``; nothing may be held when it is over."""
         self.made += 1
         folder = self.folder / str(self.made)
         folder.mkdir()
+        timing = Timing(first_answer_seconds=first_answer_seconds, keepalive_seconds=first_answer_seconds)
         with engine:
 
             async def main() -> None:
-                gateway = StubGateway(folder, StubPool(engine.base_url), models=[model])
+                gateway = StubGateway(folder, StubPool(engine.base_url), models=[model], timing=timing)
                 await act(gateway, engine)
                 assert gateway.pool.held == 0
                 assert gateway.usage["requests"]["active"]["now"] == 0

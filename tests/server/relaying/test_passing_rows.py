@@ -16,6 +16,7 @@ from streamtap.server.relaying.passing_rows import PassingRows
 Array = NDArray[Any]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYERS = (2, 5, 9)
+ONLY_LAST = np.array([False, False, False, True])
 
 
 def _passed(values: Array, wanted: Any = BF16, size: int = 7, **about: Any) -> Array:
@@ -82,10 +83,11 @@ def test_a_layer_of_zeros_alone_is_dead(made_rows: Callable[..., Array]) -> None
     with pytest.raises(CaptureMissed, match="block 9 .* only zeros") as caught:
         _passed(values)
     assert caught.value.layer == 9
-    # A vector may have brought it about, and one row alone may be that of padding.
+    with pytest.raises(CaptureMissed, match="block 9 .* only zeros"):
+        _passed(values, chosen=ONLY_LAST)
+    # A vector may have brought it about, and a token that stands alone may be padding.
     assert _passed(values, steered=True).tobytes() == values.tobytes()
-    only_last = np.array([False, False, False, True])
-    assert len(_passed(values, chosen=only_last)) == 3
+    assert not _passed(np.zeros((3, 1, 8), BF16)).any()
 
 
 def test_a_layer_with_one_value_is_alive(made_rows: Callable[..., Array]) -> None:
@@ -95,8 +97,19 @@ def test_a_layer_with_one_value_is_alive(made_rows: Callable[..., Array]) -> Non
     assert _passed(values, size=16).tobytes() == values.tobytes()
 
 
-def test_rows_that_nobody_chose_are_not_looked_at(made_rows: Callable[..., Array]) -> None:
+def test_a_layer_that_lives_in_rows_that_nobody_chose_is_alive(made_rows: Callable[..., Array]) -> None:
     values = made_rows(3, 4)
-    values[:, 0] = np.nan
+    values[1, 2:] = 0
 
-    assert np.isfinite(_passed(values, chosen=np.arange(4) > 0).astype(np.float32)).all()
+    assert _passed(values, chosen=ONLY_LAST).tobytes() == values[:, [3]].tobytes()
+
+
+@pytest.mark.parametrize("wanted", [ml_dtypes.bfloat16, np.float32])
+def test_rows_that_nobody_chose_are_looked_at_as_they_came(wanted: Any, made_rows: Callable[..., Array]) -> None:
+    values = made_rows(3, 4, np.float32)
+    values[1, 0, 3] = np.finfo(np.float32).max  # too large for bfloat16, which it is not cast to
+    assert len(_passed(values, wanted, chosen=ONLY_LAST)) == 3
+
+    values[1, 0, 3] = np.nan
+    with pytest.raises(CaptureMissed, match="block 5 .* not finite"):
+        _passed(values, wanted, chosen=ONLY_LAST)

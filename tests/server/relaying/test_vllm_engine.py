@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from streamtap.completion import SteeringVector
+from streamtap.engines.vllm import to_vllm
+from streamtap.errors import CaptureInterrupted
 from streamtap.server.config import ModelConfig
-from streamtap.testing.stub_engine import BREAK, Script
+from streamtap.testing.stub_engine import BREAK, Script, completion
 from streamtap.testing.stub_gateway import StubGateway
 from streamtap.wire.completions import read_completion, read_safetensors
 from streamtap.wire.steering import vector_body
@@ -134,37 +137,67 @@ def test_rows_that_a_vector_drove_out_of_range_are_the_callers(
     behind(stub_vllm(Script([answer_of_vllm(values, PROMPT, NEW)])), act)
 
 
+#: Its answer is too large to be held in memory by anyone who passes it on.
+LARGE = ModelConfig(id="stub", checkpoint="org/stub", engine="vllm", max_activation_prompt_tokens=2048)
+LARGE_ASK = {"prompt": "a" * 1999, "max_tokens": 1, "output_residual_stream": True, "output_dtype": "float32"}
+
+
+def _large(answer_of_vllm: Answer, last: float = 1.0) -> tuple[Array, list[bytes]]:
+    """Four layers of 2000 positions, the answer with them in pieces, and the very last value."""
+    values = np.random.default_rng(0).normal(size=(4, 2000, 8)).astype(np.float32)
+    values[3, 1999, 7] = last
+    raw = answer_of_vllm(values, list(range(2000)), [1])
+    return values, [raw[at : at + 65_536] for at in range(0, len(raw), 65_536)]
+
+
 @pytest.mark.parametrize("accept", ["*/*", BINARY])
-def test_what_is_found_wrong_late_breaks_the_connection(
+def test_what_is_found_wrong_in_the_last_value_is_the_whole_answer(
     accept: str, behind: Any, stub_vllm: Any, answer_of_vllm: Answer
 ) -> None:
-    """The last of four layers, of an answer that is too large to be held until then."""
-    layers, count = 4, 2000
-    values = np.random.default_rng(0).normal(size=(layers, count, 8)).astype(np.float32)
-    values[3, 1999, 7] = np.nan
-    raw = answer_of_vllm(values, list(range(count)), [1])
-    pieces = [raw[at : at + 65_536] for at in range(0, len(raw), 65_536)]
+    _, pieces = _large(answer_of_vllm, last=np.nan)
 
     async def act(gateway: StubGateway, engine: Any) -> None:
-        asked = {
-            "prompt": "a" * (count - 1),
-            "max_tokens": 1,
-            "output_residual_stream": True,
-            "output_dtype": "float32",
-        }
-        answer = await gateway.ask(asked, accept=accept)
-
-        assert (answer.status, answer.whole) == (200, False), answer.body
-        assert len(answer.body) > 20_000
-        with pytest.raises(json.JSONDecodeError):
-            json.loads(answer.body.decode("latin-1"))
+        answer = await gateway.ask(LARGE_ASK, accept=accept)
+        assert (answer.status, answer.code, answer.whole) == (500, "capture_failed", True)
+        assert answer.json["error"]["layer"] == 3
         used = gateway.usage["usage"]
         assert (used["monthly_input_tokens"]["used"], used["monthly_activations"]["used"]) == (0, 0)
+        answer = await gateway.ask(LARGE_ASK | {"apply_steering_vectors": [VECTOR]}, accept=accept)
+        assert (answer.status, answer.code, answer.whole) == (400, "steering_not_finite", True)
 
-    model = ModelConfig(id="stub", checkpoint="org/stub", engine="vllm", max_activation_prompt_tokens=2048)
-    # What comes in one go is held until it was looked at.
-    slow = [*pieces[:-2], 0.3, pieces[-2], 0.3, pieces[-1]]
-    behind(stub_vllm(Script(slow)), act, model)
+    # Apart from each other, what could go on would have gone on.
+    apart = [*pieces[:-2], 0.3, pieces[-2], 0.3, pieces[-1]]
+    behind(stub_vllm(Script(apart)), act, LARGE, first_answer_seconds=60.0)
+
+
+@pytest.mark.parametrize("last", [1.0, np.nan])
+def test_a_client_is_kept_alive_until_the_last_value_was_looked_at(
+    last: float, behind: Any, stub_vllm: Any, answer_of_vllm: Answer
+) -> None:
+    values, pieces = _large(answer_of_vllm, last)
+    was_patient = threading.Event()
+
+    def slow() -> Iterator[Any]:
+        yield from pieces[:-1]
+        while not was_patient.is_set():
+            yield 0.01
+        yield pieces[-1]
+
+    async def act(gateway: StubGateway, engine: Any) -> None:
+        call = gateway.begin(LARGE_ASK)
+        await call.until(lambda answered: answered.body == b"   ")
+        was_patient.set()
+        answer = await call.answer()
+
+        assert answer.status == 200
+        if np.isnan(last):
+            assert answer.code == "capture_failed"
+        else:
+            found = read_completion(answer.body, layers=(0, 1, 2, 3)).choices[0].rows
+            assert found is not None
+            assert found.values.tobytes() == values.tobytes()
+
+    behind(stub_vllm(Script(slow())), act, LARGE, first_answer_seconds=0.1)
 
 
 def test_spans_are_sent_as_a_vector_a_position(
@@ -195,21 +228,26 @@ def test_the_cap_of_a_capture_counts_what_the_engine_captures(behind: Any, stub_
     behind(stub_vllm(Script([b"{}"])), act)
 
 
-INTERRUPTED = [([3, 4], 500), ([3, 3], 200), ([], 200)]
-
-
-@pytest.mark.parametrize(("counts", "status"), INTERRUPTED)
-def test_a_capture_beside_an_interruption_is_not_trusted(
-    counts: list[int], status: int, behind: Any, stub_vllm: Any, answer_of_vllm: Answer, made_rows: Make
+@pytest.mark.parametrize(("counts", "status"), [([3, 4], 500), ([3, 3], 200), (None, 400)])
+def test_a_capture_beside_an_interruption_or_an_unknown_number_of_them_is_not_trusted(
+    counts: list[int] | None, status: int, behind: Any, stub_vllm: Any, answer_of_vllm: Answer, made_rows: Make
 ) -> None:
     async def act(gateway: StubGateway, engine: Any) -> None:
         answer = await gateway.ask(CAPTURE)
 
         assert answer.status == status
-        assert engine.looks.count("/metrics") == (2 if counts else 1)
+        assert engine.looks.count("/metrics") == (1 if counts is None else 2)
         if status == 500:
-            assert answer.code == "capture_failed"
-            assert "interrupted" in answer.json["error"]["message"]
+            error = answer.json["error"]
+            assert (error["code"], error["retryable"]) == ("capture_failed", True)
+            assert int(answer.headers["retry-after"]) == error["retry_after_seconds"]
+            assert "interrupted" in error["message"]
+            # It says nothing of the engine's health.
+            assert [type(failure) for failure in gateway.pool.failures] == [CaptureInterrupted]
+        if status == 400:
+            assert answer.code == "unsupported"
+            assert "--disable-log-stats" in answer.json["error"]["message"]
+            assert (engine.bodies, gateway.pool.failures) == ([], [])
 
     behind(stub_vllm(Script([answer_of_vllm(made_rows(2, 4), PROMPT, NEW)]), interruptions=counts), act)
 
@@ -222,66 +260,41 @@ def test_a_prompt_that_runs_in_one_piece_is_captured_before_any_interruption(
         assert (await gateway.ask(ASK)).status == 200
         assert engine.looks == []
 
-    behind(stub_vllm(Script([answer_of_vllm(made_rows(2, 2), PROMPT, NEW[:1])]), interruptions=[3, 4]), act)
+    for counts in ([3, 4], None):
+        behind(stub_vllm(Script([answer_of_vllm(made_rows(2, 2), PROMPT, NEW[:1])]), interruptions=counts), act)
 
 
-def test_a_far_engine_is_asked_what_it_is(
-    behind: Any, stub_vllm: Any, answer_of_vllm: Answer, made_rows: Make, far_model: ModelConfig
-) -> None:
-    raw = answer_of_vllm(made_rows(2, 4), PROMPT, NEW)
-
-    async def of_a_vllm(gateway: StubGateway, engine: Any) -> None:
-        assert (await gateway.ask(ASK)).status == 200
-        assert engine.looks == []
-        for _ in range(2):
-            answer = await gateway.ask(CAPTURE | {"output_positions": "last"})
-            assert answer.json["activations"]["layer_indices"] == [1, 2]
-            assert answer.json["activations"]["positions"] == [3]
-        assert engine.looks.count("/v1/models") == 1
-        assert "output_positions" not in engine.bodies[-1]["vllm_xargs"]
-
-    async def of_ours(gateway: StubGateway, engine: Any) -> None:
-        answer = await gateway.ask(CAPTURE | {"apply_steering_vectors": [SPANS]})
-        assert answer.body == raw
-        (vector,) = json.loads(engine.bodies[-1]["vllm_xargs"]["apply_steering_vectors"])
-        assert vector["position_spans"] == [[1, 99]]
-        assert engine.looks == ["/v1/models"]
-
-    behind(stub_vllm(Script([raw])), of_a_vllm, far_model)
-    behind(stub_vllm(Script([raw]), owner="streamtap"), of_ours, far_model)
-
-
-def test_what_a_far_vllm_would_answer_wrongly_it_is_not_asked(
-    behind: Any, stub_vllm: Any, far_model: ModelConfig
-) -> None:
-    asked: list[tuple[dict[str, Any], str]] = [
-        (CAPTURE | {"prompt": ["a", "b"]}, "unsupported"),
-        (ASK | {"n": 2, "apply_steering_vectors": [VECTOR]}, "steering_unsupported"),
-        (ASK | {"max_tokens": 1, "apply_steering_vectors": [SPANS]}, "steering_unsupported"),
-        (ASK | {"max_tokens": 1, "apply_steering_vectors": [_positions(0, 1)]}, "steering_unsupported"),
-        (CAPTURE | {"prompt": "a" * 140, "output_positions": "last"}, "activation_prompt_too_long"),
-    ]
+def test_what_a_vllm_cannot_be_sent_starts_none(behind: Any, stub_vllm: Any) -> None:
+    wide = vector_body(SteeringVector((1,), np.ones((1, 8), np.float32), spans=((0, 40),)))
 
     async def act(gateway: StubGateway, engine: Any) -> None:
-        for body, code in asked:
-            answer = await gateway.ask(body)
+        once = ASK | {"prompt": "a" * 40, "max_tokens": 1}
+        for vector, code in ((VECTOR | {"scale": 1e39}, "steering_not_finite"), (wide, "steering_unsupported")):
+            answer = await gateway.ask(once | {"apply_steering_vectors": [vector]})
             assert (answer.status, answer.code) == (400, code)
-        assert engine.bodies == []
-        assert gateway.pool.failures == []
-        assert all(quota["used"] == 0 for quota in gateway.usage["usage"].values())
+        assert gateway.pool.leases == []
 
-    behind(stub_vllm(Script([b"{}"])), act, far_model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("streamtap.engines.vllm_limits._MOST_BYTES", 1000)
+        behind(stub_vllm(Script([b"{}"])), act)
 
 
-def test_an_engine_that_does_not_say_what_it_is_fails(behind: Any, stub_vllm: Any, far_model: ModelConfig) -> None:
+def test_spans_are_spread_beside_the_loop(behind: Any, stub_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[bool] = []
+
+    def spread(*asked: Any, **told: Any) -> Any:
+        where.append(threading.current_thread() is threading.main_thread())
+        return to_vllm(*asked, **told)
+
+    monkeypatch.setattr("streamtap.server.engine_call.to_vllm", spread)
+
     async def act(gateway: StubGateway, engine: Any) -> None:
-        engine._told = lambda _path: (500, b"")
-        answer = await gateway.ask(CAPTURE)
-        assert (answer.status, answer.code) == (502, "upstream_server_error")
-        engine._told = lambda _path: (200, b"[]")
-        assert (await gateway.ask(CAPTURE | {"prompt": ["a", "b"]})).code == "unsupported"
+        for vector in (SPANS, VECTOR):
+            body = ASK | {"prompt": "abcd", "max_tokens": 1, "apply_steering_vectors": [vector]}
+            assert (await gateway.ask(body)).status == 200
+        assert where == [False, True]
 
-    behind(stub_vllm(Script([b"{}"])), act, far_model)
+    behind(stub_vllm(Script([json.dumps(completion()).encode()])), act)
 
 
 def test_what_a_vllm_refuses_is_the_callers_and_what_breaks_it_is_not(behind: Any, stub_vllm: Any) -> None:

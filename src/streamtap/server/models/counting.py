@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from streamtap.engines.tokenizing import check_characters
 from streamtap.errors import EmptyPrompt, InvalidPrompt, SettingsError
 from streamtap.server.models.facts import ModelFacts
 
@@ -57,13 +58,7 @@ class TokenCounter:
                 f"prompt {index} is text, but there is no tokenizer of {self._facts.checkpoint} here; send token ids.",
                 index=index,
             )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidPrompt(
-                f"prompt {index} holds half a surrogate pair at character {error.start}; send whole characters.",
-                index=index,
-            ) from error
+        check_characters(text, index)
         # Unlike `encode` it lets other threads run meanwhile, which a text of megabytes would halt for seconds.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)

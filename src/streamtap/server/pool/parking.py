@@ -44,8 +44,6 @@ class Parking:
 
         Those that were parked first are ended for it where that gives the room that it needs.
         """
-        if slot.model.distributed_executor == "ray":
-            return "its weights may lie on other machines, whose memory is not known here"
         if slot.copy_bytes is None:
             weights = await self._host.weights_bytes(slot.model)
             if weights is None:

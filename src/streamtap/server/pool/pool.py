@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from streamtap.errors import (
+    CaptureInterrupted,
     ColdStart,
     EngineDead,
     EngineUnreachable,
@@ -28,6 +29,9 @@ from streamtap.server.pool.host_memory import Host, LocalHost
 from streamtap.server.pool.launching import Launcher, named
 from streamtap.server.pool.runs import Runs
 from streamtap.server.pool.slot import Slot
+
+#: What says nothing of an engine's health: the caller's mistakes, a cold start, and an engine that is only busy.
+_NOT_THE_ENGINES = (InvalidInput, Unsupported, NotServing, CaptureInterrupted)
 
 
 class Pool:
@@ -104,8 +108,8 @@ class Pool:
             slot.succeeded()
 
     def failed(self, endpoint: Endpoint, error: BaseException) -> None:
-        """A request failed with ``error``; the caller's mistakes and cold starts do not count against the engine."""
-        if not isinstance(error, StreamtapError) or isinstance(error, InvalidInput | Unsupported | NotServing):
+        """A request failed with ``error``, which counts against the engine unless it says nothing of its health."""
+        if not isinstance(error, StreamtapError) or isinstance(error, _NOT_THE_ENGINES):
             return
         slot = self._of(endpoint.model_id, endpoint.role)
         if not isinstance(error, EngineDead | EngineUnreachable) or slot.is_lost_anew(endpoint.generation):

@@ -22,7 +22,7 @@ class PassingRows:
         shape: Of what comes: layers, rows, hidden.
         dtype: Of what comes.
         wanted: What goes on is cast to this.
-        chosen: Which rows of a layer go on, bool [rows]; None is every one.
+        chosen: Which rows of a layer go on, bool [rows]; None is every one. The others are looked at like them.
         steered: Whether a value that is not finite is the caller's doing.
         give: Is given what goes on, [some rows, hidden]; None where that is looked at alone.
     """
@@ -41,7 +41,7 @@ class PassingRows:
         self._layers, self._rows, self._hidden = layers, shape[1], shape[2]
         self._dtype, self._wanted = dtype, wanted
         self._chosen, self._steered, self._give = chosen, steered, give
-        self._place = self._row = self._seen = 0
+        self._place = self._row = 0
         self._alive = False
         self._held = b""
 
@@ -49,7 +49,7 @@ class PassingRows:
         """Take the next bytes.
 
         Raises:
-            CaptureMissed: a value is not finite, or a layer is only zeros over several rows.
+            CaptureMissed: a value is not finite, or a layer is only zeros over several rows, whichever go on.
             SteeringNotFinite: a value is not finite, and vectors may have made it so.
         """
         held = self._held + piece if self._held else piece
@@ -64,32 +64,36 @@ class PassingRows:
 
     def _take(self, values: Array) -> None:
         """Rows of one layer."""
+        self._check_finite(values)
+        self._alive = self._alive or bool(values.any())
         until = self._row + len(values)
         kept = values if self._chosen is None else values[self._chosen[self._row : until]]
         self._row = until
         if len(kept):
-            with np.errstate(all="ignore"):  # what the cast makes of them is looked at next
-                narrowed = kept.astype(self._wanted, copy=False)
-            self._go_on(narrowed)
+            self._go_on(kept)
         if self._row == self._rows:
             self._end_layer()
 
     def _go_on(self, kept: Array) -> None:
-        if not is_finite(kept):
-            raise self._not_finite(self._layers[self._place])
-        self._seen += len(kept)
-        self._alive = self._alive or bool(kept.any())
+        if self._dtype != self._wanted:
+            with np.errstate(all="ignore"):  # what the cast makes of them is looked at next
+                kept = kept.astype(self._wanted)
+            self._check_finite(kept)
         if self._give is not None:
             self._give(kept)
 
+    def _check_finite(self, values: Array) -> None:
+        if not is_finite(values):
+            raise self._not_finite(self._layers[self._place])
+
     def _end_layer(self) -> None:
-        # A lone row may be that of a token whose embedding is zero, as padding's often is.
-        if self._seen > 1 and not self._alive and not self._steered:
+        # A token that stands alone may have an embedding of zero, as padding's often is; every position came.
+        if self._rows > 1 and not self._alive and not self._steered:
             layer = self._layers[self._place]
             raise CaptureMissed(
                 f"block {layer} of the model's engine put out only zeros, which no working device gives.", layer=layer
             )
-        self._place, self._row, self._seen, self._alive = self._place + 1, 0, 0, False
+        self._place, self._row, self._alive = self._place + 1, 0, False
 
     def _not_finite(self, layer: int) -> CaptureMissed | SteeringNotFinite:
         if self._steered:

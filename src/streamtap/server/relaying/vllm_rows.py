@@ -5,8 +5,8 @@
     "residual_stream":{"data":"…","dtype":…,"shape":…}}   ─►   "residual_stream":{"dtype":…,"shape":…,"data":"…"},
                                                                "layer_indices":[…],"token_ids":[…]}
 
-Every value is looked at. Where all rows are wanted in the dtype in which they come, their text goes on as it is; else
-they are chosen, cast and packed anew. A client that takes safetensors gets such a file.
+Every value is looked at, whichever are wanted. Where all rows are wanted in the dtype in which they come, their text
+goes on as it is; else they are chosen, cast and packed anew. A client that takes safetensors gets such a file.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@
     id = "llama-405b"
     checkpoint = "meta-llama/Llama-3.1-405B"
     engine = "vllm"               # a `vllm serve` with vllm-lens is started
-    arguments = ["--tensor-parallel-size", "8"]
+    tensor_parallel_size = 8      # devices
+    arguments = ["--gpu-memory-utilization", "0.9"]   # what else it is told
     size = "large"
     gpu_shape = "8xH200"
 

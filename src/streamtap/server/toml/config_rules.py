@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from streamtap.blobs import BlobStore
 from streamtap.errors import InvalidInput
 from streamtap.server.config import ModelConfig, ServerConfig
+from streamtap.server.toml.argument_rules import argument_faults
 from streamtap.server.toml.config_lines import KeyPath
 from streamtap.server.toml.masked import masked_url
 
@@ -55,6 +56,8 @@ def _model_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
     if model.dtype not in _DTYPES:
         yield "dtype", f"expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got {model.dtype!r}"
     yield from _file_faults(model)
+    if model.self_check and not model.activations:
+        yield "self_check", "it looks at captured rows, and activations = false has none; remove one of them"
     yield from _vllm_faults(model)
     yield from (_remote_faults(model) if model.engine == "url" else _process_faults(model))
 
@@ -101,6 +104,8 @@ def _process_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield key, "this is for engine = 'url'; remove it, or set engine to that"
     if model.command:
         yield from _command_faults(model)
+    for reason in argument_faults(model):
+        yield "arguments", reason
     if model.engine == "vllm" and model.device != "auto":
         yield "device", "vLLM chooses its device itself; remove device, or pass what it takes in arguments"
     if model.engine == "vllm" and model.max_batch_tokens is not None:
@@ -108,6 +113,8 @@ def _process_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _vllm_faults(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    if model.park and model.distributed_executor == "ray":
+        yield "park", "an engine over Ray is never parked, since other machines have weights of it, too; remove park"
     for key in ("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor", "park"):
         is_told = getattr(model, key) != getattr(ModelConfig, key)
         if is_told and (model.engine != "vllm" or model.command):

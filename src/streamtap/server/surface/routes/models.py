@@ -59,6 +59,9 @@ class Models:
             "owned_by": model.owned_by,
             "served_model_name": found.facts.checkpoint,
             "revision": _commit_of(model),
+            # Rows of another engine, or of one with arguments of its own, are not those of the bare checkpoint.
+            "engine": model.engine,
+            "own_arguments": bool(model.command or model.arguments),
             "gpu_shape": model.gpu_shape,
             "status": "warm" if self._service.pool.is_ready(model.id, "completions") else "cold",
             "capabilities": _known(_capabilities(found, self._service.config.limits, self._takes_jobs(model))),

@@ -32,8 +32,8 @@ test-interop: $(VENV)/.complete $(VENV)-lmprobe/.complete  ## Exchange datasets 
 # Of the engine in vLLM's own process, then of the service in front of vllm serve.
 test-vllm: export STREAMTAP_CACHE_DIR = $(abspath $(VENV)-vllm/cache)
 test-vllm: $(VENV)/.complete $(VENV)-vllm/.complete  ## Run a real vLLM with vllm-lens on this machine's CPU
-	$(VENV)-vllm/bin/python -m pytest upstream/test_vllm_engine.py
-	$(BIN)/python -m pytest upstream --ignore upstream/test_vllm_engine.py --vllm $(VENV)-vllm/bin/vllm
+	$(VENV)-vllm/bin/python -m pytest upstream/test_vllm_engine.py upstream/test_vllm_cluster.py
+	$(BIN)/python -m pytest upstream/test_vllm_service.py --vllm $(VENV)-vllm/bin/vllm
 
 check: $(VENV)/.complete  ## Formatting, lint, types and floors
 	$(BIN)/ruff format --check .
@@ -63,8 +63,8 @@ bench-parity: $(VENV)/.complete $(VENV)-vllm/.complete  ## Compare every engine'
 docs: $(VENV)/.complete  ## Check the links and the snippets of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py
 
-clean:  ## Remove .venv and what the tools left behind
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean:  ## Remove the environments and what the tools left behind
+	rm -rf $(VENV) $(VENV)-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c '$(FITS)' 2>/dev/null || { \

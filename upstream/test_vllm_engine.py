@@ -18,7 +18,7 @@ import transformers
 from numpy.typing import NDArray
 
 from streamtap.activations import Activations, join
-from streamtap.completion import CompletionRequest, Event, SteeringVector
+from streamtap.completion import CaptureAsk, CompletionRequest, Event, SteeringVector
 from streamtap.engines.vllm_offline import VllmEngine
 from streamtap.errors import EngineDead, SteeringUnsupported
 from streamtap.spec import CaptureSpec
@@ -85,7 +85,7 @@ def test_what_it_says_of_itself(engine: VllmEngine, demo: str) -> None:
 def test_a_prompt_in_pieces_has_every_row_at_every_layer(
     engine: VllmEngine, reference: PlainReference, tokens: int
 ) -> None:
-    """Blocks of this model hand on the stream in two parts; layer k is their sum, and the last is not normed."""
+    """V08: blocks of this model hand on the stream in two parts; layer k is their sum, and the last is not normed."""
     prompt = ids_of(tokens, tokens)
 
     acts = captured(engine, [prompt])
@@ -98,6 +98,7 @@ def test_a_prompt_in_pieces_has_every_row_at_every_layer(
 def test_the_same_prompt_and_one_that_begins_alike_have_all_their_rows(
     engine: VllmEngine, reference: PlainReference
 ) -> None:
+    """V09."""
     prompt = ids_of(1, 300)
     longer = (*prompt, *ids_of(2, 20))
 
@@ -174,15 +175,29 @@ def test_a_stream_is_the_text_piece_by_piece(engine: VllmEngine) -> None:
     assert len(pieces) > 5
 
 
-def test_a_captured_completion_that_is_left_leaves_nothing_with_the_workers(engine: VllmEngine) -> None:
+def test_a_captured_completion_that_is_left_leaves_nothing_with_the_workers(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    request = CompletionRequest((ids_of(9, 8),), 400, capture=None, stream=True)
-    cancel = engine.submit(request, inbox.put)
-    inbox.get(timeout=60)
-    cancel()
-    first = engine.complete(ids_of(10, 8), max_tokens=300, capture=[1, 2], temperature=0)
+    held: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    step = engine._llm._steps.step
+
+    def watched_step() -> Any:
+        outputs = step()
+        held.put(held_in_workers(engine))  # by the thread that steps: vLLM's socket takes no other beside it
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._llm._steps, "step", watched_step)
+        cancel = engine.submit(CompletionRequest((ids_of(9, 8),), 400, capture=CaptureAsk((1, 2))), inbox.put)
+        while (counts := held.get(timeout=60)) == [0]:
+            pass
+        cancel()
+        assert counts == [1]
+        first = engine.complete(ids_of(10, 8), max_tokens=2, capture=[1, 2], temperature=0)
 
     assert first.activations is not None
+    assert inbox.empty()
     assert held_in_workers(engine) == [0]
 
 

@@ -83,7 +83,7 @@ class Gateway:
 
     def servers(self) -> list[int]:
         """Process ids of the ``vllm serve`` under this gateway."""
-        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+        table = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
         lines = [line.split(None, 2) for line in table.stdout.splitlines()]
         ours = {self._process.pid}
         for _ in range(3):

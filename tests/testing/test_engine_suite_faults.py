@@ -53,6 +53,14 @@ class Changed(Wrapped):
             yield self.change(part, spec)
 
 
+class Hasty(Wrapped):
+    """Loses a row where parts may come in any order."""
+
+    def capture(self, prompts: Any, spec: CaptureSpec, *, ordered: bool = True) -> Iterator[Activations]:
+        for part in self.inner.capture(prompts, spec, ordered=ordered):
+            yield part if ordered else last_row_dropped(part, spec)
+
+
 class PrefixCache:
     """Gives only the rows of tokens that it did not run before, as an engine with such a cache may."""
 
@@ -180,6 +188,21 @@ def last_row_dropped(acts: Activations, _spec: CaptureSpec) -> Activations:
     return kept(acts, keep)
 
 
+def last_row_doubled(acts: Activations, _spec: CaptureSpec) -> Activations:
+    rows = np.arange(len(acts.token_ids) + 1).clip(max=len(acts.token_ids) - 1)
+    return replace(
+        acts,
+        acts={layer: values[rows] for layer, values in acts.acts.items()},
+        offsets=offsets_of([*np.diff(acts.offsets[:-1]).tolist(), int(acts.offsets[-1] - acts.offsets[-2]) + 1]),
+        token_ids=acts.token_ids[rows],
+        positions=acts.positions[rows],
+    )
+
+
+def where_exact(change: Change) -> Change:
+    return lambda acts, spec: change(acts, spec) if spec.exact else acts
+
+
 def swapped(acts: Activations, _spec: CaptureSpec) -> Activations:
     return replace(acts.select(np.arange(len(acts))[::-1]), index=acts.index)
 
@@ -285,6 +308,7 @@ FAULTS: dict[str, Fault] = {
         changed(lambda acts, _spec: replace(acts, index=acts.index[:0])),
         "test_unordered_parts_say_whose_rows_they_are",
     ),
+    "last row dropped where order is free": Fault(Hasty, "test_unordered_parts_say_whose_rows_they_are"),
     "rows of neighbours": Fault(
         changed(crowded), "test_a_prompt_alone_has_the_rows_that_it_has_among_others", {"tolerance": 1.0, "same": 1e-4}
     ),
@@ -315,6 +339,12 @@ FAULTS: dict[str, Fault] = {
     "products doubled": Fault(changed(unchanged, doubled), "test_products_with_directions_are_those_of_the_rows"),
     "not exact": Fault(
         changed(lambda acts, spec: shifted(acts, float(spec.exact))), "test_exact_rows_are_the_references_or_refused"
+    ),
+    "last row dropped where exact": Fault(
+        changed(where_exact(last_row_dropped)), "test_exact_rows_are_the_references_or_refused"
+    ),
+    "last row doubled where exact": Fault(
+        changed(where_exact(last_row_doubled)), "test_exact_rows_are_the_references_or_refused"
     ),
     "costs off": Fault(changed(costlier), "test_perplexity_is_the_references_or_refused"),
     "costs though it says none": Fault(Wrapped, "test_perplexity_is_the_references_or_refused", {"scores": False}),

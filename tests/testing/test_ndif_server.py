@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,29 @@ def test_requests_that_are_none_are_refused(ndif: NdifServer) -> None:
     assert httpx2.post(f"{ndif.url}/elsewhere", content=b"?").status_code == 404
     assert httpx2.get(f"{ndif.url}/subscribe").status_code == 404
     assert httpx2.get(f"{ndif.url}/result/nobody").status_code == 404
+
+
+def test_clients_that_leave_while_it_stops_do_not_disturb_it() -> None:
+    class Leaving:
+        """Gone at once when it is closed, as a thread of the server's may find it."""
+
+        closed = False
+
+        def send(self, word: str) -> None:
+            self.session = json.loads(word)["session_id"]
+
+        def close(self) -> None:
+            server.leave(self.session)
+            self.closed = True
+
+    server = NdifServer({}).start()
+    clients = [Leaving(), Leaving()]
+    for client in clients:
+        server.subscribe(client)  # type: ignore[arg-type]
+
+    server.stop()
+
+    assert all(client.closed for client in clients)
 
 
 def test_parts_of_a_form_come_back_to_the_byte() -> None:

@@ -174,18 +174,17 @@ class EngineSubject:
         return self._kept["raw"]
 
     def hold_reference(self, acts: Activations, prompts: Sequence[Ids], what: str) -> None:
-        """Hold the rows of ``acts``, not pooled, to the reference's at their own positions, and their tokens to these.
+        """Hold the rows of ``acts``, of every position and not pooled, to the reference's, and their tokens to these.
 
         Raises:
-            AssertionError: a row is not there, is another prompt's, or too far away.
+            AssertionError: a row lacks, is there twice, is another prompt's, or too far away.
         """
         hold(len(acts) == len(prompts), f"{what}: {len(acts)} prompts came of {len(prompts)}")
         for place, prompt in enumerate(prompts):
             mine = slice(int(acts.offsets[place]), int(acts.offsets[place + 1]))
-            positions = acts.positions[mine]
-            told = dict(zip(positions.tolist(), acts.token_ids[mine].tolist(), strict=True))
-            there = dict(enumerate(prompt))
-            hold(told.items() <= there.items(), f"{what}: prompt {place} has rows at {told}, its tokens are {there}")
+            told = list(zip(acts.positions[mine].tolist(), acts.token_ids[mine].tolist(), strict=True))
+            there = list(enumerate(prompt))
+            hold(told == there, f"{what}: prompt {place} has rows at {told}, its positions and tokens are {there}")
             for layer, rows in acts.prompt(place).items():
-                right = self.reference.rows(prompt)[layer][positions]
+                right = self.reference.rows(prompt)[layer]
                 hold_rows(rows, right, self.tolerance, f"{what}: prompt {place} at layer {layer}")

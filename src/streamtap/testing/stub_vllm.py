@@ -55,8 +55,8 @@ class StubVllm:
     """``vllm.LLM`` with what vllm-lens makes of it.
 
     ``formula`` gives the rows. ``spoil`` changes each answer on its way out, ``fails`` is raised by a step, ``refuses``
-    by opening. ``calls`` are the prompts of each call, ``asked`` their parameters, ``left`` the requests whose rows
-    are still with the workers.
+    instead of adding the second request. ``calls`` are the prompts of each call, ``asked`` their parameters, ``left``
+    the requests whose rows are still with the workers.
     """
 
     formula = FakeEngine(n_layers=3, hidden=8)
@@ -65,6 +65,7 @@ class StubVllm:
         self.options = options
         self.spoil: Callable[[Any], Any] = lambda output: output
         self.fails: BaseException | None = None
+        self.refuses: BaseException | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.calls: list[list[list[int]]] = []
         self.asked: list[StubParams] = []
@@ -81,6 +82,8 @@ class StubVllm:
         self.calls.append([list(prompt["prompt_token_ids"]) for prompt in prompts])
         self.asked += params
         for prompt, own in zip(prompts, params, strict=True):
+            if self.refuses is not None and self.llm_engine.has_unfinished_requests():
+                raise self.refuses
             self.llm_engine.add_request(str(next(self._numbers)), prompt, own)
         outputs = []
         while self.llm_engine.has_unfinished_requests():

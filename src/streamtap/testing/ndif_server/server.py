@@ -32,7 +32,7 @@ class NdifServer:
     ::
 
         with NdifServer({"org/model": Served.over(module, tokenizer)}, key=KEY) as ndif:
-            engine = NnsightEngine.load("org/model", remote=ndif.url)
+            engine = NnsightEngine.load("org/model", remote=ndif.url, api_key=KEY)
 
     ``POST /request`` takes a job, ``/subscribe`` is the websocket that tells of it, ``GET /response/{id}`` its last
     word where nobody subscribed, and ``GET /result/{id}`` what it saved. A request may need nothing that no server has:
@@ -68,7 +68,7 @@ class NdifServer:
         """End what runs and close the port."""
         if self._jobs is not None:
             self._jobs.shutdown(cancel_futures=True)
-        for client in self._subscribed.values():
+        for client in list(self._subscribed.values()):  # a thread takes those out that leave
             client.close()
         if self._listener is not None:
             self._listener.shutdown()
@@ -100,7 +100,7 @@ class NdifServer:
         """Let the next ``times`` requests go wrong.
 
         ``"http"`` answers with ``status`` and ``said``; ``"job"`` takes them, and their jobs fail with ``said``;
-        ``"drop"`` takes them and closes the socket.
+        ``"drop"`` takes them and closes the socket, as does ``"goodbye"``, which says so first.
         """
         self._watch.add(NdifFault(kind, said, status), times)
 
@@ -159,8 +159,8 @@ class NdifServer:
     def _run(self, job: str, request: RequestModel, blob: bytes, fault: NdifFault | None) -> bytes:
         self._say(request, ResponseModel(id=job, status=Status.RUNNING, description="Your job has started running."))
         client = self._subscribed.get(request.session_id)
-        if fault is not None and fault.kind == "drop" and client is not None:
-            client.close()
+        if fault is not None and client is not None and fault.kind in ("drop", "goodbye"):
+            client.close() if fault.kind == "drop" else client.say_goodbye()
         if fault is not None:
             raise RuntimeError(fault.said)
         served = self._models.get(self._seen[job].model)

@@ -10,6 +10,8 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
+#: The code of a goodbye: the service starts anew.
+_RESTARTING = 1012
 _MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
 _FINAL, _KIND, _SIZE = 0x80, 0x0F, 0x7F
@@ -80,6 +82,10 @@ class ClientSocket:
         """End the connection without a word, as a server does that falls over."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def say_goodbye(self) -> None:
+        """Close as a server does that is started anew: with a word of it, which the client answers."""
+        self._send(struct.pack(">H", _RESTARTING), _CLOSE)
 
     def _next(self) -> tuple[int, bytes] | None:
         with suppress(OSError, struct.error):

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: An HTTP status instead of the job; the job's own error; the socket closed in the middle, without a word.
-FaultKind = Literal["http", "job", "drop"]
+#: An HTTP status instead of the job; the job's own error; the socket closed in the middle, without a word or with one.
+FaultKind = Literal["http", "job", "drop", "goodbye"]
 
 
 @dataclass

@@ -158,7 +158,7 @@ def test_doctor_says_what_is_missing(run: Callable[[str], str]) -> None:
 
     found = json.loads(printed)
     assert found["extras"] == dict.fromkeys(
-        ("local", "demo", "plots", "hub", "stores", "corpora", "ray", "nnsight", "serve"), False
+        ("local", "demo", "plots", "hub", "stores", "corpora", "ray", "nnsight", "serve", "vllm"), False
     )
     assert found["libraries"]["numpy"]
     assert found["libraries"]["torch"] is None

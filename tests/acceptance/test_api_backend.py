@@ -18,6 +18,7 @@ from streamtap.activations import join
 from streamtap.client.sync import Client
 from streamtap.engines.api import ApiEngine
 from streamtap.engines.tokenizing import PromptTokenizer
+from streamtap.fingerprint import fingerprint
 from streamtap.spec import CaptureSpec
 from streamtap.testing import EngineSubject, EngineSuite, FakeEngine, PlainReference
 from streamtap.testing.characters import VOCABULARY
@@ -138,7 +139,7 @@ def test_2000_prompts_through_a_service_that_dies_give_the_rows_of_a_local_model
     assert NOUNS[0] not in caplog.text
     assert stats[0].activations_extracted == len(PROMPTS)
     assert far.provenance.engine == "api"
-    assert far.provenance.commit == f"api:{service.base_url}#demo"
+    assert far.provenance.commit == f"api:{fingerprint({'address': service.base_url})[:16]}#demo"
     near = _cache(tmp_path / "near", pooling="mean", device="cpu", batch_size=None)
     _hold_close(far, near, PROMPTS)
     assert far.warmup(PROMPTS).activations_extracted == 0

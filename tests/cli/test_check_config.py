@@ -34,6 +34,12 @@ id = "hub"
 checkpoint = "org/hub"
 engine = "vllm"
 arguments = ["--note", "two words"]
+[[models]]
+id = "asleep"
+checkpoint = "org/hub"
+engine = "vllm"
+park = true
+self_check = true
 """
 CONFIG = {
     "num_hidden_layers": 3,
@@ -81,6 +87,8 @@ def test_it_says_what_would_be_done(tmp_path: Path, file: Path) -> None:
         "capture no",
         "facts config and tokenizer are fetched from the Hub at the first start",
         "when idle stops after 900 s",
+        "when idle sleeps after 900 s, while the host has the memory",
+        "self-check at each start, against the plain model in float32",
         "monthly_activations 5000",
         "keep_days 30",
         "max_body_bytes 52428800",
@@ -102,7 +110,7 @@ def test_nothing_is_made_or_fetched(tmp_path: Path, file: Path) -> None:
 def test_json_holds_the_same(tmp_path: Path, file: Path) -> None:
     told = json.loads(_run("--json", str(file), cache=tmp_path).stdout)
 
-    assert [model["id"] for model in told["models"]] == ["own", "far", "hub"]
+    assert [model["id"] for model in told["models"]] == ["own", "far", "hub", "asleep"]
     assert told["models"][0]["n_layers"] == 3
     assert told["models"][2]["n_layers"] is None
     assert set(told["models"][0]["engines"]) == {"completions", "activations"}

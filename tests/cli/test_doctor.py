@@ -33,6 +33,10 @@ def test_json_holds_versions_devices_and_places(tmp_path: Path) -> None:
     assert found["cache"]["free_bytes"] > 0
 
 
+def test_a_library_of_two_extras_is_listed_once(tmp_path: Path) -> None:
+    assert len(re.findall(r"^  tokenizers ", _run(cache=tmp_path).stdout, re.MULTILINE)) == 1
+
+
 def test_size_of_the_cache_is_that_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "rows").write_bytes(b"x" * 1500)
@@ -92,4 +96,4 @@ def test_libraries_are_those_of_pyproject() -> None:
         extra: names(declared[extra]) for extra in LIBRARIES
     }
     assert names(declared["all"]) == set()
-    assert set(re.findall(r"\w+", declared["all"][0])) - {"streamtap"} == set(LIBRARIES) - {"core"}
+    assert set(re.findall(r"\w+", declared["all"][0])) - {"streamtap"} == set(LIBRARIES) - {"core", "vllm"}

@@ -16,6 +16,7 @@ from streamtap.activations import Activations
 from streamtap.cli import doctor_engine
 from streamtap.cli.main import main
 from streamtap.engines import dialect_engine, opening
+from streamtap.engines.references import find_model
 from streamtap.engines.self_check_reference import (
     Reference,
     keep_reference,
@@ -53,9 +54,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reference() -> Reference:
+def reference(model: Path) -> Reference:
     ids = reference_ids(PromptTokenizer(None, vocabulary=97))
-    return Reference(np.stack([FAKE.rows(ids, k) for k in range(4)]), ids, "fake", "sha256:1", "by hand")
+    commit = find_model(str(model), settings=Settings.from_environment()).commit or ""
+    return Reference(np.stack([FAKE.rows(ids, k) for k in range(4)]), ids, "fake", commit, "by hand")
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_a_shifted_engine_is_refused_by_name(tmp_path: Path, kept: Path, loads: 
     )
 
 
-def test_json_holds_every_number(tmp_path: Path, kept: Path, loads: dict[str, Any]) -> None:
+def test_json_holds_every_number(tmp_path: Path, kept: Path, reference: Reference, loads: dict[str, Any]) -> None:
     loads["engine"] = _Shifted(n_layers=4, hidden=8)
 
     result = _run(tmp_path, "--engine", "local", "--model", str(kept), "--json")
@@ -129,7 +131,8 @@ def test_json_holds_every_number(tmp_path: Path, kept: Path, loads: dict[str, An
     assert (found["passed"], found["dtype"]) == (False, "float32")
     assert "layer 0 of" in found["fault"]
     assert found["promised"] == {"cosine": 0.99999, "relative": 0.001}
-    assert found["reference"] == {"model": "fake", "commit": "sha256:1", "made_by": "by hand", "tokens": 24}
+    about = {"model": "fake", "commit": reference.commit, "made_by": "by hand", "tokens": 24}
+    assert found["reference"] == about
     assert [each["nearest"] for each in found["layers"]] == [1, 2, 3, 3]
     assert [each["verdict"] for each in found["layers"]] == ["shifted", "shifted", "shifted", "fits"]
 
@@ -229,6 +232,22 @@ def test_a_reference_goes_from_machine_to_machine(
     np.testing.assert_array_equal(read_reference(again).rows, reference.rows)
     result = _run(tmp_path, f"--write-reference={again}", f"--model={model}")
     assert (result.exit_code, "is there already; name another file" in result.stderr) == (2, True)
+
+
+def test_another_models_reference_is_refused(
+    tmp_path: Path, model: Path, reference: Reference, loads: dict[str, Any]
+) -> None:
+    file = tmp_path / "other.safetensors"
+    write_reference(dataclasses.replace(reference, commit="sha256:1"), file)
+
+    for options in (("--engine=local", f"--model={model}"), (f"--model={model}",)):
+        result = _run(tmp_path, *options, f"--reference={file}")
+        assert result.exit_code == 2
+        assert f"made of fake, is not of {model}: its commit is sha256:1" in " ".join(result.stderr.split())
+    assert loads["asked"] == []
+    assert not list((tmp_path / "cache").glob("self-check/*.safetensors"))
+    # Of a model that only somebody else is said to have, the reference is all that is known.
+    assert _run(tmp_path, "--engine=url", "--url=http://h", "--as=org/x", f"--reference={file}").exit_code == 0
 
 
 @pytest.mark.parametrize(

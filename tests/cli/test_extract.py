@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from streamtap.cli.extract import _FORMATS, _POOLINGS, extract
 from streamtap.cli.main import main
 from streamtap.engines.opening import BACKENDS
 from streamtap.pooling import POOLINGS
+from streamtap.testing.fake_engine import FakeEngine
 from streamtap.testing.models import tiny_model
 from streamtap.testing.tokenizers import tiny_tokenizer
 from streamtap.workbench.prompt_files import FORMATS
@@ -109,6 +111,7 @@ def test_every_option_reaches_the_cache(
         "cache_logits": True, "logit_positions": "all", "logit_top_k": 4,
         "truncate": "left", "generation_prompt": True, "exact": True, "dtype": "float32", "device": "cpu",
         "batch_size": 2, "max_batch_tokens": 64, "backend": "local", "remote": False, "api_base": None,
+        "engine_options": {},
     }  # fmt: skip
     assert "logits=0 cached + 3 extracted" in result.stdout
 
@@ -123,6 +126,50 @@ def test_what_runs_the_model_reaches_the_cache(tmp_path: Path) -> None:
     assert (refused.exit_code, away.exit_code) == (2, 1)
     assert "device means nothing to backend='vllm'" in refused.stderr
     assert "API_KEY" in away.stderr
+
+
+def test_what_loading_has_by_itself_is_no_option_of_the_engine(
+    model: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, place in (("dtype=float32", "--dtype"), ("max_batch_tokens=9", "--max-batch-tokens")):
+        refused = _run(model, file, "--engine-option", given, cache=tmp_path / "cache")
+        assert refused.exit_code == 2
+        assert f"{given.partition('=')[0]} goes with {place}." in refused.stderr
+
+    asked: dict[str, Any] = {}
+    wrapped = UnifiedCache.__init__
+
+    def record(self: UnifiedCache, **options: Any) -> None:
+        asked.update(options)
+        wrapped(self, **options)
+
+    monkeypatch.setattr(UnifiedCache, "__init__", record)
+    options = "--engine-option attention=eager --engine-option share_prefixes=false"
+    result = _run(model, file, *shlex.split(options), cache=tmp_path / "cache")
+
+    assert result.exit_code == 0, result.output
+    assert (asked["attention"], asked["engine_options"]) == ("eager", {"share_prefixes": False})
+
+
+def test_another_tokenizer_of_a_service_makes_other_rows(
+    model: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[FakeEngine] = []
+
+    def load(_model: str, *, tokenizer: str, **_options: Any) -> FakeEngine:
+        opened.append(FakeEngine(dtype="bfloat16", named={"engine": "api", "tokenizer": tokenizer}))
+        return opened[-1]
+
+    monkeypatch.setattr("streamtap.workbench.served_model.load_engine", load)
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    tiny_tokenizer(adds_bos=False).save_pretrained(other)
+    counts = [
+        _numbers(_run("m", file, *shlex.split(f"--backend api --engine-option tokenizer={folder}"), cache=tmp_path))
+        for folder in (model, other, model)
+    ]
+
+    assert counts == [[0, 3, 0, 3], [0, 3, 0, 3], [3, 0, 3, 0]]
+    assert [engine.closed for engine in opened] == [True, True]
 
 
 def test_choices_are_those_of_the_library() -> None:
@@ -152,7 +199,7 @@ def test_what_is_cut_is_said(model: str, tmp_path: Path) -> None:
 
     refused = _run(model, path, cache=tmp_path / "cache")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: prompt 0 has 301 tokens; the model's context is 256.")
+    assert refused.stderr.startswith("error: prompt 0 has 301 tokens; there is room for 256,")
     assert (
         "1 prompt longer than the context" in _run(model, path, "--truncate", "left", cache=tmp_path / "cache").stdout
     )

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import streamtap
 from streamtap.cli import main as main_module
 from streamtap.cli.main import COMMANDS, main
-from streamtap.errors import InvalidLayers, NotCached
+from streamtap.errors import InvalidLayers, NotCached, Unsupported
 
 
 def _raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -44,6 +44,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     [
         (NotCached("3 of 5 prompts\nare not cached."), 1, "error: 3 of 5 prompts are not cached.\n"),
         (InvalidLayers("layer 40 is not in the model."), 2, "error: layer 40 is not in the model.\n"),
+        (Unsupported("vLLM draws at least one token."), 2, "error: vLLM draws at least one token.\n"),
         (
             FileNotFoundError(2, "No such file or directory", "rows.csv"),
             1,

@@ -60,6 +60,11 @@ def test_a_key_set_alone_goes_to_the_server_that_was_given() -> None:
     assert find_address(BASE, None, _settings(ACS_API_KEY=KEY)).key == KEY
 
 
+def test_an_address_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="api_base must be text; got int"):
+        find_address(5, KEY, _settings())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", [KEY + "\n", f"  {KEY} ", f"\t{KEY}\r\n"])
 def test_white_space_around_a_key_is_dropped(text: str) -> None:
     assert find_address(BASE, text, _settings()).key == KEY

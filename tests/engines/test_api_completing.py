@@ -254,16 +254,18 @@ def test_a_cancelled_request_is_silent(service: StubService, load: Load) -> None
 def test_whoever_listens_may_cancel(service: StubService, load: Load) -> None:
     events: list[Event] = []
     cancels: list[Any] = []
-    ready = threading.Event()
+    ready, emitted = threading.Event(), threading.Event()
 
     def emit(event: Event) -> None:
         ready.wait(10)
         events.append(event)
         cancels[0]()
+        emitted.set()
 
     engine = load()
     cancels.append(engine.submit(CompletionRequest((PROMPT,), 30, sampling=GREEDY, stream=True), emit))
     ready.set()
+    assert emitted.wait(10)
     assert engine.complete(PROMPT, max_tokens=1).usage.completion_tokens == 1
 
     assert len(events) == 1

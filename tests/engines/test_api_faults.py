@@ -114,7 +114,7 @@ def test_what_breaks_on_its_way_is_asked_again(service: StubService, load: Load)
 def test_it_is_asked_again_as_often_as_was_said(service: StubService, load: Load, kind: Any) -> None:
     engine = load()
     assert isinstance(engine, AcrossNetwork)
-    engine.trying(2)
+    assert engine.trying(2) == 8
     service.before = failing = Failing("/v1/completions", kind, times=3)
 
     with pytest.raises(StreamtapError) as caught:

@@ -150,12 +150,16 @@ def test_other_sets_come_one_by_one(
     assert len(acts) == 40
 
 
-def test_likelihoods_of_many_come_beside_the_job(service: StubService, load: Load) -> None:
-    acts = capture(load(), layers=[1], pooling="mean", token_nll=True)
+def test_many_with_likelihoods_run_once(service: StubService, load: Load) -> None:
+    """No harvest has these, and a job beside them would run every prompt again."""
+    engine = load()
 
-    assert len(jobs(service)) == 1
-    assert all("output_residual_stream" not in body for body in service.asked)
+    acts = capture(engine, layers=[1], pooling="mean", token_nll=True)
+
+    assert jobs(service) == []
+    assert all("output_residual_stream" in body and "prompt_logprobs" in body for body in service.asked)
     assert len(service.asked) == 40
+    assert engine.last_way == "inline: 40 sequences, whose token costs no harvest has"
     assert acts.token_nll is not None
     for ids, costs in zip(PROMPTS, acts.token_nll, strict=True):
         expected = [-(log_of(token, ids[:place], 0, 0).logprob or 0) for place, token in enumerate(ids)][1:]
@@ -178,27 +182,47 @@ def test_more_than_one_job_may_have_are_several(service: StubService, load: Load
         np.testing.assert_array_equal(acts.prompt(place)[1], rows_of(service, ids, 1))
 
 
-@pytest.mark.parametrize("refusal", [ScopeDenied, HarvestUnsupported])
-def test_a_key_that_may_not_harvest_gets_its_rows_one_by_one(service: StubService, load: Load, refusal: Any) -> None:
-    status = 403 if refusal is ScopeDenied else 400
+@pytest.mark.parametrize("refusal", [ScopeDenied, HarvestUnsupported, HarvestQuotaExceeded])
+def test_a_key_that_may_not_harvest_gets_its_rows_one_by_one(
+    service: StubService, load: Load, refusal: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    status = {ScopeDenied: 403, HarvestQuotaExceeded: 429}.get(refusal, 400)
     posts = _refuse_jobs(service, refusal("no."), status)
     engine = load()
 
-    acts = capture(engine, layers=[1])
+    with caplog.at_level("INFO"):
+        acts = capture(engine, layers=[1])
     again = capture(engine, layers=[1])
 
     assert len(posts) == 1, "it is not asked for twice"
     assert len(service.asked) == 80
     assert engine.last_way.startswith("inline: 40 sequences")
+    assert refusal.code in caplog.text
     np.testing.assert_array_equal(acts.acts[1], again.acts[1])
 
 
-def test_a_quota_that_is_used_up_ends_it_by_its_class(service: StubService, load: Load) -> None:
-    _refuse_jobs(service, HarvestQuotaExceeded("used 3/3."), 429)
+def test_a_quota_that_is_used_up_by_a_part_of_it_gives_the_rows_one_by_one(service: StubService, load: Load) -> None:
+    service.harvests.most_prompts, service.harvests.slots = 20, 1
+    posts: list[int] = []
 
-    with pytest.raises(HarvestQuotaExceeded, match="3/3"):
-        capture(load(), layers=[1])
-    assert service.asked == []
+    def before(request: httpx2.Request) -> httpx2.Response | None:
+        if request.url.path != "/v1/harvest":
+            return None
+        posts.append(1)
+        if len(posts) < 4:  # too large, taken, no slot; then that of the second half
+            return None
+        refusal = error_body(HarvestQuotaExceeded("used 3/3."), "r")
+        return httpx2.Response(429, content=refusal, headers={"content-type": "application/json"})
+
+    service.before = before
+    engine = load()
+
+    acts = capture(engine, layers=[1])
+
+    assert len(jobs(service)) == 1
+    assert len(service.asked) == 40
+    assert "harvest_quota_exceeded" in engine.last_way
+    assert acts.offsets.tolist() == np.cumsum([0, *map(len, PROMPTS)]).tolist()
 
 
 def _refuse_jobs(service: StubService, error: Any, status: int) -> list[str]:
@@ -222,12 +246,19 @@ def test_a_job_that_fails_is_an_error(service: StubService, load: Load) -> None:
 
 
 def test_a_job_that_nobody_will_fetch_is_ended(service: StubService, load: Load) -> None:
-    """The likelihoods beside it fail, so the rows are of no use."""
-    service.engine.fault = "error"
+    """The key does not hold any more, say."""
     service.harvests.looks = 1000
 
-    with pytest.raises(Exception, match="told to fail"):
-        capture(load(), layers=[1], token_nll=True)
+    def before(request: httpx2.Request) -> httpx2.Response | None:
+        if request.method != "GET" or not request.url.path.startswith("/v1/harvest/"):
+            return None
+        refusal = error_body(ScopeDenied("not any more."), "r")
+        return httpx2.Response(403, content=refusal, headers={"content-type": "application/json"})
+
+    service.before = before
+
+    with pytest.raises(ScopeDenied, match="not any more"):
+        capture(load(), layers=[1])
 
     assert [job.status for job in service.harvests.jobs.values()] == ["cancelled"]
 

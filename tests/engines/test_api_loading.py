@@ -25,6 +25,7 @@ from streamtap.errors import (
     TransferFailed,
     Unsupported,
 )
+from streamtap.fingerprint import fingerprint
 from streamtap.spec import CaptureSpec
 from streamtap.testing.characters import CharacterTokenizer
 from streamtap.testing.stub_harvests import KEY, MODEL
@@ -32,6 +33,10 @@ from streamtap.testing.stub_service import BASE, StubService
 from streamtap.testing.tokenizers import tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+#: A service of ours that runs the checkpoint as it is.
+PLAIN = {"revision": COMMIT, "engine": "transformers", "own_arguments": False}
+#: What stands for the service's address.
+AT = fingerprint({"address": BASE})[:16]
 CONFIG = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 97}
 
 
@@ -117,18 +122,21 @@ def test_a_dtype_that_cannot_be_sent_is_refused(service: StubService) -> None:
 @pytest.mark.parametrize(
     ("about", "can", "dtype", "commit"),
     [
-        ({}, {}, "auto", f"api:{BASE}#stub"),
-        ({"revision": COMMIT}, {"dtype": "bfloat16"}, "auto", COMMIT),
-        ({"revision": COMMIT}, {"dtype": "float32"}, "float32", COMMIT),
-        ({"revision": COMMIT}, {"dtype": "float32"}, "auto", f"api:{BASE}#stub@{COMMIT}"),
-        ({"revision": COMMIT}, {"dtype": None}, "auto", f"api:{BASE}#stub@{COMMIT}"),
+        ({}, {}, "auto", f"api:{AT}#stub"),
+        (PLAIN, {}, "auto", f"api:{AT}#stub@{COMMIT}"),
+        (PLAIN, {"dtype": "bfloat16"}, "auto", COMMIT),
+        (PLAIN, {"dtype": "float32"}, "float32", COMMIT),
+        (PLAIN, {"dtype": None}, "auto", f"api:{AT}#stub@{COMMIT}"),
+        ({**PLAIN, "engine": "vllm"}, {"dtype": "bfloat16"}, "auto", f"api:{AT}#stub@{COMMIT}"),
+        ({**PLAIN, "own_arguments": True}, {"dtype": "bfloat16"}, "auto", f"api:{AT}#stub@{COMMIT}"),
+        ({"revision": COMMIT}, {"dtype": "bfloat16"}, "auto", f"api:{AT}#stub@{COMMIT}"),
     ],
-    ids=["told nothing", "as it runs", "as it runs in float32", "rounded", "who knows"],
+    ids=["told nothing", "rounded", "as it runs", "in float32", "no dtype", "vllm", "arguments", "who knows"],
 )
 def test_what_rows_are_known_by(
     service: StubService, about: Mapping[str, Any], can: Mapping[str, Any], dtype: str, commit: str
 ) -> None:
-    """The Hub's commit where rows are as the service's engine has them, else the address, which outlives restarts."""
+    """The Hub's commit where rows are those of the checkpoint itself, else the service's, which outlives restarts."""
     service.about, service.can = about, can
 
     first, again = load(service, dtype=dtype).provenance, load(service, dtype=dtype).provenance
@@ -136,6 +144,7 @@ def test_what_rows_are_known_by(
     assert first.commit == commit
     assert first == again
     assert KEY not in repr(first)
+    assert "server" not in repr(first), "it is published with datasets, and names no host"
 
 
 def test_another_revision_than_the_services_is_refused(service: StubService) -> None:

@@ -189,7 +189,7 @@ def test_where_each_prompt_writes_a_token_it_is_one_shorter(service: StubService
     service.can = dict.fromkeys(EXTENSIONS)
     engine = load(tokenizer=CharacterTokenizer())
 
-    with pytest.raises(PromptTooLong, match="prompt 0 has 64 tokens; the model's context is 63"):
+    with pytest.raises(PromptTooLong, match="prompt 0 has 64 tokens; there is room for 63"):
         capture(engine, [[9] * CONTEXT], layers=[0])
     acts = capture(engine, [[9] * CONTEXT], layers=[0], truncate="right")
 

@@ -315,6 +315,24 @@ def test_what_the_engine_raises_comes_through() -> None:
         capture(failing)
 
 
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_what_was_made_before_an_error_comes_first(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller who keeps each part has it, whatever happens to the rest."""
+    monkeypatch.setattr(by_sequence, "_PART_SEQUENCES", 2)
+
+    def failing(runs: Sequence[TokenRun], wanted: Wanted) -> Iterator[Made]:
+        for place in range(2 + held):
+            yield place, made_of(runs[place], wanted)
+        raise CaptureMissed("the engine is gone", layer=1)
+
+    parts = engine(failing).capture([[5 + i] for i in range(9)], CaptureSpec(layers=0), ordered=False)
+    found = [next(parts).index.tolist() for _ in range(1 + (held > 0))]
+
+    assert found == [[0, 1], [2, 3][:held]][: len(found)]
+    with pytest.raises(CaptureMissed, match="the engine is gone"):
+        next(parts)
+
+
 def test_a_maker_may_give_a_list() -> None:
     def listed(runs: Sequence[TokenRun], wanted: Wanted) -> Iterable[Made]:
         return [(place, made_of(run, wanted)) for place, run in enumerate(runs)]

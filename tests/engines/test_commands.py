@@ -49,6 +49,13 @@ def test_the_key_is_in_the_environment_and_in_no_argument() -> None:
         (("--enable-chunked-prefill",), False),
         (("--enable_chunked_prefill=True",), False),
         (("--no-enable-chunked-prefill",), True),
+        (("--enable-ch",), False),
+        (("--long-prefill-token-threshold", "64"), False),
+        (("--long_prefill=64",), False),
+        (("--prefill-context-parallel-size=2",), False),
+        (("-pcp", "2"), False),
+        (("--scheduler-cls", "my.Scheduler"), False),
+        (("--scheduling-policy", "priority", "--max-num-seqs", "8"), True),
     ],
 )
 def test_whether_a_prompt_runs_in_one_piece(arguments: tuple[str, ...], whole: bool) -> None:

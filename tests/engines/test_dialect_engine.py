@@ -221,12 +221,13 @@ def test_a_process_that_is_gone_is_asked_as_often_as_it_was_told() -> None:
     process = _Stub()
     with closing(process.engine()) as engine:
         assert isinstance(engine, AcrossNetwork)
-        process.gone = True
-        engine.trying(0)
-        before = process.asked
+        process.gone, before = True, process.asked
+        assert (engine.trying(0), engine.trying(0)) == (3, 0)
         with pytest.raises(TransferFailed, match="cannot be reached"):
             _captured(engine, [PROMPTS[0]])
         assert process.asked == before + 1
+        with pytest.raises(InvalidInput, match="max_retries must be a whole number of at least 0; got -1"):
+            engine.trying(-1)
 
 
 class _Stub:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from streamtap.engines import self_check_reference as made
+from streamtap.engines.references import find_model
 from streamtap.engines.self_check_reference import (
     Reference,
     keep_reference,
@@ -96,7 +98,7 @@ def _only_of_tokenizers(files: list[Path]) -> str:
 
 
 def test_to_look_for_a_kept_one_needs_no_torch(folder: Path, settings: Settings) -> None:
-    keep_reference(_any(), str(folder), settings=settings)
+    keep_reference(_any(folder), str(folder), settings=settings)
     code = (
         "import sys; from pathlib import Path; from streamtap.settings import Settings; "
         "from streamtap.engines.self_check_reference import reference_for; import streamtap.engines.self_check; "
@@ -106,11 +108,13 @@ def test_to_look_for_a_kept_one_needs_no_torch(folder: Path, settings: Settings)
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout == "(2, 4) set()\n"
+    assert done.stdout == "(3, 32) set()\n"
 
 
-def _any() -> Reference:
-    return Reference(np.ones((2, 3, 4), np.float32), np.arange(3, dtype=np.int32), "org/x", "sha256:1", "by hand")
+def _any(folder: Path) -> Reference:
+    """One that can be of the model in ``folder``, by all that tells one model from another."""
+    commit = find_model(str(folder), settings=Settings.from_environment()).commit or ""
+    return Reference(np.ones((3, 5, 32), np.float32), np.arange(5, dtype=np.int32), "org/x", commit, "by hand")
 
 
 def test_another_model_tokenizer_or_version_is_another_reference(
@@ -135,24 +139,42 @@ def test_another_model_tokenizer_or_version_is_another_reference(
 @pytest.mark.usefixtures("never")
 def test_one_that_was_made_elsewhere_is_kept(folder: Path, settings: Settings, tmp_path: Path) -> None:
     file = tmp_path / "there.safetensors"
-    write_reference(_any(), file)
+    there = _any(folder)
+    write_reference(there, file)
 
     keep_reference(read_reference(file), str(folder), settings=settings)
 
     found = reference_for(str(folder), settings=settings)
-    np.testing.assert_array_equal(found.rows, _any().rows)
-    assert (found.model, found.commit, found.made_by) == ("org/x", "sha256:1", "by hand")
+    np.testing.assert_array_equal(found.rows, there.rows)
+    assert (found.model, found.commit, found.made_by) == ("org/x", there.commit, "by hand")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"commit": "sha256:1"}, r"its commit is sha256:1, the model's is sha256:[0-9a-f]{64}; make one"),
+        ({"rows": np.ones((2, 5, 32), np.float32)}, "its depth is 2, the model's is 3; make one"),
+        ({"rows": np.ones((3, 5, 64), np.float32)}, "its width is 64, the model's is 32; make one"),
+    ],
+)
+def test_another_models_reference_is_not_kept(
+    folder: Path, settings: Settings, changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidInput, match=rf"made of org/x, is not of {folder}: {said}"):
+        keep_reference(replace(_any(folder), **changed), str(folder), settings=settings)
+
+    assert not list(settings.cache_dir.glob("self-check/*.safetensors"))
 
 
 def test_a_kept_one_that_is_damaged_is_made_again(
     folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = keep_reference(_any(), str(folder), settings=settings)
+    kept = keep_reference(_any(folder), str(folder), settings=settings)
     asked: list[str] = []
 
     def make(model: str, _revision: str | None, file: Path, _settings: Settings) -> None:
         asked.append(model)
-        write_reference(_any(), file)
+        write_reference(_any(folder), file)
 
     monkeypatch.setattr(made, "_make_elsewhere", make)
     for raw in (kept.read_bytes()[:-4], b"", b"nonsense"):

@@ -61,7 +61,7 @@ def test_what_is_too_long_is_cut_on_the_side_asked_for_and_says_so(side: str, ke
 
 
 def test_what_is_too_long_is_refused_by_index_and_length() -> None:
-    with pytest.raises(PromptTooLong, match=r"prompt 7 has 21 tokens; the model's context is 20\b.*truncate") as caught:
+    with pytest.raises(PromptTooLong, match=r"prompt 7 has 21 tokens; there is room for 20\b.*truncate") as caught:
         encode([[5], [5] * 21, [5] * 22], first=6)
     assert caught.value.index == 7
 
@@ -105,6 +105,14 @@ def test_a_text_that_becomes_no_token_is_refused_by_index() -> None:
     with pytest.raises(EmptyPrompt, match="prompt 1 has no token") as caught:
         encode([[5], "\u200b"], tokenizer=silent)
     assert caught.value.index == 1
+
+
+def test_half_a_character_is_refused_by_index_and_not_shown() -> None:
+    with pytest.raises(InvalidPrompt, match="prompt 1 holds half a surrogate pair at character 3") as caught:
+        encode([[5], "abc\ud800"])
+    assert caught.value.index == 1
+    with pytest.raises(InvalidPrompt, match="prompt 4 holds half"):
+        PromptTokenizer(PLAIN).read("\udfff", 4)
 
 
 @pytest.mark.parametrize("prompts", [["<s>hi"], [[0, 0, 5], "<s>hi"]], ids=["alone", "second"])

@@ -210,6 +210,43 @@ def test_closing_fails_what_runs_and_what_waits(engine: VllmEngine, opened: list
         engine.complete(IDS, max_tokens=1)
 
 
+def test_a_closed_engine_takes_no_request_and_starts_no_thread(engine: VllmEngine) -> None:
+    engine.close()
+
+    with pytest.raises(InvalidInput, match="closed"):
+        engine.submit(request(), lambda _event: None)
+
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("streamtap-vllm")]
+
+
+def test_a_request_that_vllm_refuses_takes_those_before_it_along(engine: VllmEngine, opened: list[StubVllm]) -> None:
+    opened[0].refuses = ValueError("a b")
+
+    with pytest.raises(InvalidInput, match="does not take this request") as caught:
+        engine.complete([IDS, (5,)], max_tokens=2)
+
+    assert "a b" not in str(caught.value)
+    assert not opened[0].llm_engine.has_unfinished_requests()
+    opened[0].refuses = None
+    assert engine.complete(IDS, max_tokens=2).text == "(("
+
+
+def test_a_caller_that_raises_is_no_bad_request(engine: VllmEngine) -> None:
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def emit(event: Event) -> None:
+        inbox.put(event)
+        if isinstance(event, Delta):
+            raise ValueError("of the caller's")
+
+    engine.submit(request(stream=True), emit)
+
+    assert isinstance(inbox.get(timeout=10), Delta)
+    last = inbox.get(timeout=10)
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, EngineFailed)
+
+
 @pytest.mark.parametrize(("raised", "expected"), [(RuntimeError("x"), EngineFailed), (Exception("x"), EngineFailed)])
 def test_a_failure_is_its_requests_alone(
     engine: VllmEngine, opened: list[StubVllm], raised: Exception, expected: type[StreamtapError]

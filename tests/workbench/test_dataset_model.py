@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def test_rows_of_a_quantised_model_stay_so_when_they_go_by_text(bench: Bench) ->
 
 
 def test_rows_of_a_quantised_model_answer_only_who_asks_for_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    @wraps(TransformersEngine.load)
     def load(*_: Any, **__: Any) -> Any:
         raise OSError("offline")
 
@@ -151,6 +153,7 @@ def loaded(bench: Bench, where: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     bench.pull(where)
     engine = bench.engine(dtype="bfloat16", named={"commit": "decade" + "0" * 34})
 
+    @wraps(TransformersEngine.load)
     def load(*_: Any, **__: Any) -> Any:
         return engine
 
@@ -289,6 +292,7 @@ def test_the_model_that_is_loaded_for_more_is_of_the_pulled_commit(
     bench.pull(where)
     asked: list[tuple[Any, Any]] = []
 
+    @wraps(TransformersEngine.load)
     def load(model: str, *, reference: Any, revision: Any, **_: Any) -> Any:
         asked.append((reference.revision, revision))
         raise OSError("offline")

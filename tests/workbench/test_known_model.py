@@ -23,5 +23,7 @@ def test_a_model_that_is_only_known_finds_prompts_and_makes_none(tmp_path: str) 
         with pytest.raises(NotCached, match="prompt 0 was never tokenised for fake"):
             finder.find(prompts)
     assert known.is_only_known
+    assert known.may_change
+    known.close()
     with pytest.raises(NotCached, match="and not the model"):
         known.engine()

@@ -32,6 +32,13 @@ def test_each_backend_gets_its_own() -> None:
         ({"backend": "vllm", "device": "cuda:1"}, "device means nothing to backend='vllm'"),
         ({"backend": "api", "quantization": "8bit", "device": "cpu"}, "device, quantization mean nothing"),
         ({"api_key": "secret"}, "api_key means nothing to backend='local'"),
+        (
+            {"backend": "api", "engine_options": {"dtype": "float32"}},
+            "dtype cannot stand in engine_options: pass dtype=",
+        ),
+        ({"backend": "api", "engine_options": {"api_key": "secret"}}, "api_key cannot stand in engine_options"),
+        ({"engine_options": {"backend": "api"}}, "backend cannot stand in engine_options"),
+        ({"backend": "api", "engine_options": {"batch_size": 4}}, "batch_size means nothing to backend='api'"),
         ({"backend": "tgi"}, "backend must be one of local, nnsight, vllm, api; got 'tgi'"),
     ],
 )
@@ -40,6 +47,11 @@ def test_what_means_nothing_is_refused(options: dict[str, Any], said: str) -> No
         LoadOptions(**options)
 
     assert "secret" not in str(error.value)
+
+
+def test_arguments_of_vllm_itself_stand_further_in() -> None:
+    further = {"engine_options": {"quantization": "awq"}}
+    assert LoadOptions(backend="vllm", engine_options=further).arguments()["engine_options"] == {"quantization": "awq"}
 
 
 def test_ndif_is_nnsights_alone() -> None:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     load = TransformersEngine.load
 
+    @wraps(load)
     def counted(model: str, **options: Any) -> TransformersEngine:
         found.append(model)
         return load(model, **options)
@@ -251,6 +253,16 @@ def test_another_revision_of_a_hub_id_is_another_model(
     np.testing.assert_array_equal(found["main"], found[None])
     np.testing.assert_array_equal(found["other"], found[commits["other"]])
     assert not np.allclose(found["main"], found["other"])
+
+
+def test_a_closed_cache_lets_go_of_the_model_that_it_loaded(folder: Path, open_cache: OpenCache) -> None:
+    with open_cache(folder) as cache:
+        cache.warmup(PROMPTS)
+        loaded = cache.source.engine()
+    cache.close()
+
+    with pytest.raises(InvalidInput, match="this engine is closed"):
+        loaded.capture([[5, 6]], cache.spec)
 
 
 def test_what_is_no_model_is_refused(open_cache: OpenCache) -> None:

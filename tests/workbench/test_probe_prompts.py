@@ -302,6 +302,8 @@ def test_the_rows_of_a_service_are_learnt_from_like_any(monkeypatch: pytest.Monk
     assert probe.score(TEST, labels[30:]) == plain.score_from_activations(rows_of(served, TEST), labels[30:])
     assert asked == [{"model": "m", "revision": None, "dtype": "auto", **where}]
     assert {run.layers for run in served.runs} == {(LAYER,)}
+    probe.close()
+    assert served.closed
 
 
 def test_how_the_model_is_run_is_the_caches(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,20 @@ def test_a_push_that_is_cut_leaves_the_old_dataset_and_the_next_one_completes(
     bench.push(PROMPTS, exist_ok=True, stream=stream)
     assert same(load_activations(where, 2, PROMPTS)[2], cache.activations(PROMPTS, 2))
     assert table_of(where).num_rows == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("http://models.corp/v1", ""), ("models:8080", ""), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_the_address_where_the_model_ran_is_not_told(device: str, told: str, bench: Bench) -> None:
+    cache = bench.fill(PROMPTS, bench.engine(named={"device": device}))
+    where = bench.push(PROMPTS)
+
+    said = fetch_dataset_metadata(where).manifest.capture["provenance"]
+    assert said == {**asdict(cache.provenance), "device": told}
+    assert told or all(device.encode() not in file.read_bytes() for file in where.rglob("*") if file.is_file())
+    bench.pull(where)
+    assert np.array_equal(bench.cache("org/fake", "pulled").activations(PROMPTS, 1), cache.activations(PROMPTS, 1))
 
 
 def test_what_was_pulled_whole_is_published_as_the_same(bench: Bench, files_of: FilesOf) -> None:

@@ -61,6 +61,8 @@ def _model(config: Any, model: Any, settings: Settings) -> dict[str, Any]:
         "engine": model.engine,
         "size": model.size,
         "idle_seconds": model.idle_seconds,
+        "park": model.park,
+        "self_check": model.self_check,
         "max_activation_prompt_tokens": model.max_activation_prompt_tokens if model.activations else None,
         "n_layers": facts and facts.n_layers,
         "hidden_size": facts and facts.hidden,
@@ -111,6 +113,8 @@ def _model_lines(model: dict[str, Any]) -> Iterator[str]:
     cap = model["max_activation_prompt_tokens"]
     yield f"  {'capture':<14} {f'up to {cap} positions of every layer' if cap else 'no'}"
     yield f"  {'when idle':<14} {_idle(model)}"
+    if model["self_check"]:
+        yield f"  {'self-check':<14} at each start, against the plain model in float32"
     for role, engine in model["engines"].items():
         if "url" in engine:
             yield f"  {role:<14} runs at {engine['url']}"
@@ -130,7 +134,11 @@ def _idle(model: dict[str, Any]) -> str:
     if model["engine"] == "url":
         return "is not stopped from here"
     seconds = model["idle_seconds"]
-    return f"stops after {seconds:g} s" if seconds else "never stops"
+    if not seconds:
+        return "never stops"
+    return (
+        f"sleeps after {seconds:g} s, while the host has the memory" if model["park"] else f"stops after {seconds:g} s"
+    )
 
 
 def _number(value: float) -> str:

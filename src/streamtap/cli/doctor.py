@@ -39,6 +39,7 @@ LIBRARIES = {
         *("alembic", "fastapi", "httptools", "prometheus_client", "psycopg", "sqlalchemy", "starlette"),
         *("tokenizers", "uvicorn"),
     ),
+    "vllm": ("vllm", "vllm-lens"),
 }
 
 
@@ -130,9 +131,13 @@ def _demo_model(settings: Settings) -> dict[str, Any]:
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"streamtap {found['streamtap']}, Python {found['python']}, {found['platform']}"
     yield from ("", "libraries")
+    shown: set[str] = set()
     for extra, names in LIBRARIES.items():
         hint = "pip install streamtap" if extra == "core" else f"pip install 'streamtap[{extra}]'"
         for name in names:
+            if name in shown:
+                continue
+            shown.add(name)
             yield f"  {name:<14} {found['libraries'][name] or f'not installed: {hint}'}"
     yield from ("", "extras")
     for extra, present in found["extras"].items():

@@ -72,6 +72,11 @@ class Asked:
         return self.model or "demo"
 
     @property
+    def names_files(self) -> bool:
+        """Whether the checkpoint is one of this machine or the Hub, not just what somebody else serves."""
+        return self.model is not None or self.engine not in ("api", "url")
+
+    @property
     def is_nothing(self) -> bool:
         """Whether no option of a self-check was given."""
         return self == Asked()
@@ -104,12 +109,15 @@ class Asked:
 
 def compare_engine(asked: Asked, as_json: bool) -> int:
     """Do what ``asked`` says and print what came of it; 0 where the engine passed, 1 where it is refused."""
-    from streamtap.engines.self_check_reference import read_reference, reference_for
+    from streamtap.engines.self_check_reference import check_reference, read_reference, reference_for
 
     asked.check()
     settings = Settings.from_environment()
     if asked.reference is not None:
         reference = read_reference(asked.reference)
+        if asked.engine is not None and asked.names_files:
+            announce_unpacking(asked.checkpoint)
+            check_reference(reference, asked.checkpoint, asked.revision, settings=settings)
     else:
         announce_unpacking(asked.checkpoint)
         with waiting("looking for the float32 reference"):

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import streamtap
-from streamtap.errors import InvalidInput, StreamtapError
+from streamtap.errors import InvalidInput, StreamtapError, Unsupported
 
 #: Where each command lives: the module's attribute of the command's name.
 COMMANDS = {
@@ -57,7 +57,7 @@ class Commands(click.Group):
             if ctx.params.get("debug") or _is_closed_pipe(error):
                 raise
             click.echo(f"error: {_sentence(error)}", err=True)
-            ctx.exit(2 if isinstance(error, InvalidInput) else 1)
+            ctx.exit(2 if isinstance(error, InvalidInput | Unsupported) else 1)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

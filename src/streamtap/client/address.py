@@ -30,7 +30,9 @@ def find_address(api_base: str | None, api_key: str | None, settings: Settings) 
         InvalidInput: no address, or one that is none or holds a key, or a key that cannot be sent.
         MissingAuthorization: no key.
     """
-    if not (given := api_base or settings.api_base or ""):
+    if not isinstance(given := api_base or settings.api_base or "", str):
+        raise InvalidInput(f"api_base must be text; got {type(given).__name__}. For the server, {_NAME_IT}.")
+    if not given:
         raise InvalidInput(f"no server was named: {_NAME_IT}.")
     base = _checked_base(given)
     return Address(base, _checked_key(api_key if api_key is not None else _key_beside(base, settings), base))

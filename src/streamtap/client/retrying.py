@@ -23,12 +23,14 @@ class Retries:
     Only what the server says may be asked again is: its limits and its waits, by its own ``Retry-After``; and, at most
     ``connects`` times, a connection that failed before any answer. Nothing is begun later than ``patience_seconds``
     after the first request, and where the server asks for more than ``longest_wait_seconds`` its error is raised.
+    ``waiting`` is called with each error that is waited out.
     """
 
     patience_seconds: float = 1200.0
     longest_wait_seconds: float = 120.0
     connects: int = 3
     now: Callable[[], float] = field(default=time.monotonic, repr=False)
+    waiting: Callable[[StreamtapError], None] = field(default=lambda _error: None, repr=False)
 
 
 PATIENT = Retries()
@@ -57,6 +59,7 @@ def asking(
             over = next_wait is None or next_wait > plan.longest_wait_seconds
             if next_wait is None or over or plan.now() - began + next_wait > plan.patience_seconds:
                 raise
+            plan.waiting(error)
             wait, refused = next_wait, refused + 1
 
 

@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from streamtap.activations import Activations, Provenance
 from streamtap.capture.runs import TokenRun
 from streamtap.client.address import find_address
@@ -25,17 +23,26 @@ from streamtap.client.retrying import PATIENT
 from streamtap.client.sync import Client
 from streamtap.completion import Cancel, Completion, CompletionRequest, Delta, Emit, WireDtype
 from streamtap.engines.api_asked import asked_of
+from streamtap.engines.api_asking import Asking, Outages
 from streamtap.engines.api_bulk import Bulk, job_rows
 from streamtap.engines.api_flights import Flights
 from streamtap.engines.api_inline import Inline
-from streamtap.engines.api_lanes import Insistence, Lanes
+from streamtap.engines.api_lanes import Insistence, Lanes, closed_engine
 from streamtap.engines.api_tokens import Known, known_model
 from streamtap.engines.api_told import Told, told_of
 from streamtap.engines.api_written import TokenNames
+from streamtap.engines.base import checked_retries
 from streamtap.engines.by_sequence import BySequence, SequenceRows, Wanted
 from streamtap.engines.completing import PromptsLike, request_of, run_request, stream_request
 from streamtap.engines.tokenizing import PromptTokenizer
-from streamtap.errors import HarvestUnsupported, InvalidInput, ScopeDenied, Unsupported
+from streamtap.errors import (
+    HarvestQuotaExceeded,
+    HarvestUnsupported,
+    InvalidInput,
+    ScopeDenied,
+    StreamtapError,
+    Unsupported,
+)
 from streamtap.settings import Settings
 from streamtap.spec import CaptureSpec, PromptLike
 
@@ -54,19 +61,23 @@ class ApiEngine:
     does it. Rows are ``dtype``, in bfloat16 unless float32 was asked for.
 
     Few sequences come as a completion each, as many at once as the service lets a key have. From ``harvest_from``
-    sequences on, where every row is wanted or the last one, they come as a bulk harvest, if the service has them and
-    the key may; ``last_way`` says which way was taken, and why, and so does the log.
+    sequences on, where every row is wanted or the last one and no token costs, they come as a bulk harvest, if the
+    service has them and the key may; ``last_way`` says which way was taken, and why, and so does the log.
+
+    Each capture first asks whether the service still has the model, and again after it was away; where that is another
+    one now, nothing of it is taken.
 
     Args:
         client: Asks the service.
         told: What the service told of the model.
         known: Its tokenizer, and its shape as its files say.
-        base: The service's address, part of the rows' identity where no commit is known.
+        base: The service's address, whose fingerprint is part of the rows' identity where a commit does not do.
         dtype: Of the rows.
         harvest_from: Sequences of one window; None never harvests.
         max_retries: How often what failed on its way is asked again.
         first_pause_seconds: Before the first time; each later pause is twice as long.
         owns_client: Whether ``close`` closes the client.
+        outages: What the client notes that it waited out.
 
     Raises:
         InvalidInput: neither the service nor the checkpoint's files tell depth and width.
@@ -84,20 +95,21 @@ class ApiEngine:
         max_retries: int = _MAX_RETRIES,
         first_pause_seconds: float = _FIRST_PAUSE_SECONDS,
         owns_client: bool = False,
+        outages: Outages | None = None,
     ) -> None:
         self.told = told
         self.tokenizer: PromptTokenizer = known.tokenizer
-        self.provenance = _provenance(told, known, base, dtype)
+        self.provenance = _provenance(told, known, told.commit(base, dtype), dtype)
         #: How the rows of the last window came, in words; empty before the first.
         self.last_way = ""
         self._client, self._owns_client = client, owns_client
         self._harvest_from = harvest_from if told.harvests and dtype == "bfloat16" else None
-        self._insistence = Insistence(_checked_retries(max_retries), first_pause_seconds)
+        self._insistence = Insistence(checked_retries(max_retries), first_pause_seconds)
+        self._asking = Asking(client, told, self._insistence, outages or Outages())
         self._lanes = Lanes(told.at_once)
-        self._inline = Inline(client, told, dtype, self._lanes, self._insistence)
-        self._bulk = Bulk(client, replace(told, hidden=self.provenance.hidden), self._insistence)
-        self._flights = Flights(client, told.id, TokenNames(self.tokenizer), self._lanes, self._insistence)
-        self._closed = False
+        self._inline = Inline(client, told, dtype, self._lanes, self._asking)
+        self._bulk = Bulk(client, replace(told, hidden=self.provenance.hidden), self._asking)
+        self._flights = Flights(client, told.id, TokenNames(self.tokenizer), self._lanes, self._asking)
 
     @classmethod
     def load(
@@ -141,8 +153,10 @@ class ApiEngine:
             raise InvalidInput(f"harvest_from must be a whole number of at least 1, or None; got {harvest_from!r}.")
         # What was given ready has its key; here the address alone is read.
         address = find_address(api_base, api_key if client is None else "none", Settings.from_environment())
+        outages = Outages()
         # A connection that fails is ours to try again, where pauses can be ended.
-        asks = client or Client(address.base, address.key, retries=replace(PATIENT, connects=0))
+        patience = replace(PATIENT, connects=0, waiting=outages.note)
+        asks = client or Client(address.base, address.key, retries=patience)
         with ExitStack() as undo:
             if client is None:
                 undo.callback(asks.close)
@@ -159,6 +173,7 @@ class ApiEngine:
                 max_retries=max_retries,
                 first_pause_seconds=first_pause_seconds,
                 owns_client=client is None,
+                outages=outages,
             )
             undo.pop_all()
         return engine
@@ -166,7 +181,7 @@ class ApiEngine:
     def __repr__(self) -> str:
         return f"ApiEngine({self.told.id!r}, {self._client!r})"
 
-    def trying(self, max_retries: int) -> None:
+    def trying(self, max_retries: int) -> int:
         """Ask up to ``max_retries`` times more where the way to the service, or its engine, fails; 8 unless told.
 
         A service that says when it will serve is waited for as it says, and a harvest that was submitted as long as
@@ -175,7 +190,8 @@ class ApiEngine:
         Raises:
             InvalidInput: less than 0.
         """
-        self._insistence.max_retries = _checked_retries(max_retries)
+        before, self._insistence.max_retries = self._insistence.max_retries, checked_retries(max_retries)
+        return before
 
     def capture(
         self, prompts: Iterable[PromptLike], spec: CaptureSpec, *, ordered: bool = True
@@ -183,7 +199,8 @@ class ApiEngine:
         """Rows of ``prompts`` as they come; see ``Engine.capture``.
 
         Raises:
-            InvalidInput: a prompt, layer or position that cannot be, as we or the service see it.
+            InvalidInput: a prompt, layer or position that cannot be, as we or the service see it; or the service has
+                another model by now.
             Unsupported: ``exact``, or logits.
             CaptureMissed: rows that are not whole, not finite, or another prompt's.
             LimitReached: a quota of the key is used up.
@@ -192,7 +209,7 @@ class ApiEngine:
         self._check_open()
         self._check_spec(spec)
         whole = BySequence(self.provenance, self.tokenizer, self._make)
-        return whole.capture(prompts, spec, ordered=ordered)
+        return self._confirmed(whole.capture(prompts, spec, ordered=ordered))
 
     def submit(self, request: CompletionRequest, emit: Emit) -> Cancel:
         """Queue a completion; see ``Completes.submit``.
@@ -229,15 +246,15 @@ class ApiEngine:
 
     def close(self) -> None:
         """Fail completions that are under way, and let go of the connections."""
-        self._closed = True
+        self._asking.closed.set()
         self._flights.close()
         self._lanes.close()
         if self._owns_client:
             self._client.close()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidInput("this engine is closed; load it again.")
+        if self._asking.closed.is_set():
+            raise closed_engine()
 
     def _check_spec(self, spec: CaptureSpec) -> None:
         if spec.exact:
@@ -253,21 +270,29 @@ class ApiEngine:
                 "perplexity."
             )
 
+    def _confirmed(self, parts: Iterator[Activations]) -> Iterator[Activations]:
+        self._asking.confirm()
+        yield from parts
+
     def _make(self, runs: Sequence[TokenRun], wanted: Wanted) -> Iterator[tuple[int, SequenceRows]]:
         job = self._submitted(runs, wanted)
-        if job is None:
-            yield from self._inline.each(runs, wanted)
-            return
-        with self._bulk.kept(job):
-            # While the service works on the rows.
-            costs = self._costs(runs, wanted)
-        for place, rows in self._bulk.rows(job, runs, wanted):
-            yield place, SequenceRows(rows, costs.get(place))
+        if job is not None:
+            try:
+                for place, rows in self._bulk.rows(job, runs, wanted):
+                    yield place, SequenceRows(rows)
+                return
+            except HarvestQuotaExceeded as error:  # of a later job of several, before any row has come
+                self._never_harvest(runs, error)
+        yield from self._inline.each(runs, wanted)
 
     def _submitted(self, runs: Sequence[TokenRun], wanted: Wanted) -> HarvestJob | None:
         """The harvest of these runs, or None where they come one by one."""
         if self._harvest_from is None or len(runs) < self._harvest_from or not wanted.layers:
             self._say(f"inline: {len(runs)} sequences, a request for each, {self.told.at_once} at once")
+            return None
+        if wanted.nll:
+            # A harvest has none of them, so that every prompt would run twice.
+            self._say(f"inline: {len(runs)} sequences, whose token costs no harvest has")
             return None
         rows = job_rows(runs, wanted.pooling)
         if rows is None:
@@ -275,25 +300,22 @@ class ApiEngine:
             return None
         try:
             job = self._bulk.submitted(runs, wanted, rows)
-        except (ScopeDenied, HarvestUnsupported) as error:
-            self._harvest_from = None
-            self._say(f"inline: {len(runs)} sequences, since the service takes no harvest of them ({error.code})")
+        except (ScopeDenied, HarvestUnsupported, HarvestQuotaExceeded) as error:
+            self._never_harvest(runs, error)
             return None
         self._say(f"harvest: {len(runs)} sequences, {self._harvest_from} or more, as bulk job {', '.join(job.ids)}")
         return job
 
-    def _costs(self, runs: Sequence[TokenRun], wanted: Wanted) -> dict[int, np.ndarray[Any, np.dtype[np.float32]]]:
-        if not wanted.nll:
-            return {}
-        made = self._inline.each(runs, replace(wanted, layers=()))
-        return {place: each.nll for place, each in made if each.nll is not None}
+    def _never_harvest(self, runs: Sequence[TokenRun], error: StreamtapError) -> None:
+        self._harvest_from = None
+        self._say(f"inline: {len(runs)} sequences, since the service takes no harvest of them ({error.code})")
 
     def _say(self, way: str) -> None:
         self.last_way = way
         _LOG.info("rows of %s come %s", self.told.id, way)
 
 
-def _provenance(told: Told, known: Known, base: str, dtype: WireDtype) -> Provenance:
+def _provenance(told: Told, known: Known, commit: str, dtype: WireDtype) -> Provenance:
     n_layers, hidden = told.n_layers or known.n_layers, told.hidden or known.hidden
     if n_layers is None or hidden is None:
         raise InvalidInput(
@@ -302,11 +324,12 @@ def _provenance(told: Told, known: Known, base: str, dtype: WireDtype) -> Proven
         )
     return Provenance(
         model=told.checkpoint,
-        commit=told.commit(base, dtype),
+        commit=commit,
         tokenizer=known.fingerprint,
         dtype=dtype,
         engine="api",
-        device=base,
+        # Provenance is published with datasets, and the address is not.
+        device="service",
         n_layers=n_layers,
         hidden=hidden,
     )
@@ -321,9 +344,3 @@ def _check_revision(told: Told, revision: str | None) -> None:
             f"revision {revision} of {told.checkpoint} was asked for; the service has {told.revision}. Leave revision "
             "out, or ask a service that has it."
         )
-
-
-def _checked_retries(max_retries: int) -> int:
-    if not isinstance(max_retries, int) or max_retries < 0:
-        raise InvalidInput(f"max_retries must be a whole number of at least 0; got {max_retries!r}.")
-    return max_retries

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from streamtap.capture.runs import TokenRun
 from streamtap.client.harvests import HarvestJob
 from streamtap.client.sync import Client
-from streamtap.engines.api_lanes import Insistence
-from streamtap.engines.api_told import Told
+from streamtap.engines.api_asking import Asking
+from streamtap.engines.api_told import Told, another_model
 from streamtap.engines.by_sequence import Wanted
 from streamtap.errors import CaptureMissed, StreamtapError, TransferFailed
 from streamtap.harvested.joined import JoinedRuns
@@ -57,7 +57,7 @@ class Bulk:
 
     client: Client
     told: Told
-    insistence: Insistence = field(repr=False)
+    asking: Asking = field(repr=False)
 
     def submitted(self, runs: Sequence[TokenRun], wanted: Wanted, rows: JobRows) -> HarvestJob:
         """The job, taken on.
@@ -67,6 +67,7 @@ class Bulk:
 
         Raises:
             ScopeDenied: the key may not harvest.
+            HarvestQuotaExceeded: it has had as many harvests as it may.
             HarvestUnsupported: the model is not harvested there.
             StreamtapError: whatever else the service refuses.
         """
@@ -80,7 +81,7 @@ class Bulk:
             pooling=rows.pooling,  # type: ignore[arg-type]  # it was checked as one of ours
             shard_size=self._shard_size(runs, wanted, rows),
         )
-        return self.insistence(ask, even_in_doubt=True)
+        return self.asking(ask, even_in_doubt=True)
 
     @contextmanager
     def kept(self, job: HarvestJob) -> Iterator[None]:
@@ -97,25 +98,27 @@ class Bulk:
 
         Raises:
             HarvestFailed: it failed, or somebody cancelled it.
+            HarvestQuotaExceeded: of a job of several, which had no slot before.
+            InvalidInput: another model ran it than was loaded.
             CaptureMissed: a file holds other layers, or rows of other tokens than were sent.
             HarvestDamaged: a file is not what the manifest says.
             TransferFailed: the service is away for longer than we try.
         """
-        with self.kept(job):
+        with self.asking.plainly(), self.kept(job):
             self._wait(job)
-        found = self.insistence(job.open)
+        found = self.asking(job.open)
         first = 0
         for run in found.runs if isinstance(found, JoinedRuns) else (found,):
-            _check_run(run, wanted)
+            _check_run(run, wanted, self.told)
             for shard in run.shards():
                 own = [runs[first + place] for place in shard.indices]
-                for place, rows in zip(shard.indices, self.insistence(partial(_read, shard, own)), strict=True):
+                for place, rows in zip(shard.indices, self.asking(partial(_read, shard, own)), strict=True):
                     made = np.stack([rows[layer] for layer in wanted.layers])
                     yield first + place, made.astype(_BFLOAT16, copy=False)
             first += len(run)
 
     def _wait(self, job: HarvestJob) -> None:
-        for _ in range(self.insistence.max_retries):
+        for _ in range(self.asking.insistence.max_retries):
             try:
                 job.wait()
                 return
@@ -140,7 +143,11 @@ def _read(shard: HarvestedShard, runs: Sequence[TokenRun]) -> list[dict[int, NDA
     return rows
 
 
-def _check_run(run: HarvestedRun, wanted: Wanted) -> None:
+def _check_run(run: HarvestedRun, wanted: Wanted, told: Told) -> None:
+    """Refuse a run of other layers, or of another commit, where both it and the service tell theirs."""
+    ran = run.manifest.provenance.get("commit")
+    if told.revision is not None and ran is not None and ran != told.revision:
+        raise another_model(told.id, "revision", told.revision, ran)
     if run.layers != wanted.layers:
         raise CaptureMissed(
             f"the harvest holds layers {list(run.layers)}; {list(wanted.layers)} were asked for.", layer=-1

@@ -9,7 +9,8 @@ from functools import partial
 from streamtap.client.sync import Client
 from streamtap.completion import Cancel, Completion, Delta, Emit, Event, Failed, Finished, Usage
 from streamtap.engines.api_asked import Asked
-from streamtap.engines.api_lanes import Insistence, Lanes
+from streamtap.engines.api_asking import Asking
+from streamtap.engines.api_lanes import Lanes
 from streamtap.engines.api_written import TokenNames, Written, choices_of
 from streamtap.errors import EngineFailed, ServerRestarting, StreamtapError
 
@@ -50,7 +51,7 @@ class Flights:
     model: str
     names: TokenNames
     lanes: Lanes = field(repr=False)
-    insistence: Insistence = field(repr=False)
+    asking: Asking = field(repr=False)
     _open: set[Flight] = field(default_factory=set, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -87,8 +88,8 @@ class Flights:
             # What was told already cannot be told again, so a stream that breaks has failed.
             return self._streamed(asked, flight, told=True)
         if asked.streams:
-            return self.insistence(lambda: self._streamed(asked, flight, told=False), stopped=flight.over)
-        found = self.insistence(lambda: self._whole(asked), stopped=flight.over)
+            return self.asking(lambda: self._streamed(asked, flight, told=False), stopped=flight.over)
+        found = self.asking(lambda: self._whole(asked), stopped=flight.over)
         choices = choices_of(found, asked, self.names)
         for choice in choices if streams else ():
             logs = choice.logs or ()
@@ -102,7 +103,7 @@ class Flights:
         """None where its caller has left it."""
         written: dict[int, Written] = {}
         with self.client.stream(asked.request, model=self.model) as deltas:
-            for delta in deltas:
+            for delta in self.asking.each(deltas):
                 if flight.over.is_set():
                     return None
                 written.setdefault(delta.index, Written()).take(delta)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from streamtap.capture.runs import TokenRun
 from streamtap.client.sync import Client
 from streamtap.completion import Completion, PromptLogs, WireDtype
-from streamtap.engines.api_lanes import Insistence, Lanes
+from streamtap.engines.api_asking import Asking
+from streamtap.engines.api_lanes import Lanes
 from streamtap.engines.api_told import Told
 from streamtap.engines.by_sequence import SequenceRows, Wanted, chosen_rows, pooled_rows
 from streamtap.errors import CaptureMissed, InvalidPrompt
@@ -40,7 +41,7 @@ class Inline:
     told: Told
     dtype: WireDtype
     lanes: Lanes = field(repr=False)
-    insistence: Insistence = field(repr=False)
+    asking: Asking = field(repr=False)
 
     def each(self, runs: Sequence[TokenRun], wanted: Wanted) -> Iterator[tuple[int, SequenceRows]]:
         """What is wanted of each run, with its place among them, as it comes.
@@ -51,7 +52,8 @@ class Inline:
         """
 
         def one(place: int, stopped: threading.Event) -> SequenceRows:
-            return self._one(runs[place], wanted, stopped)
+            with self.asking.plainly():
+                return self._one(runs[place], wanted, stopped)
 
         return self.lanes.each(one, range(len(runs)))
 
@@ -110,7 +112,7 @@ class Inline:
             options["prompt_logprobs"] = 0
         ids = run.token_ids.tolist()
         try:
-            return self.insistence(lambda: self.client.complete(ids, model=self.told.id, **options), stopped=stopped)
+            return self.asking(lambda: self.client.complete(ids, model=self.told.id, **options), stopped=stopped)
         except InvalidPrompt as error:
             # To the service it was the only one.
             error.index = run.name

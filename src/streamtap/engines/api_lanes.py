@@ -15,7 +15,14 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from streamtap.errors import AccessDenied, EngineFailed, EngineOutOfMemory, StreamtapError, TransferFailed
+from streamtap.errors import (
+    AccessDenied,
+    EngineFailed,
+    EngineOutOfMemory,
+    InvalidInput,
+    StreamtapError,
+    TransferFailed,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,18 +68,23 @@ class Lanes:
     def __init__(self, most: int) -> None:
         self.most = most
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = 0
+        self._started, self._closed = 0, False
         self._lock = threading.Lock()
 
     def put(self, job: Callable[[], None]) -> None:
-        """Run ``job`` as soon as a lane is free; it must not raise but where something is broken."""
-        self._jobs.put(job)
+        """Run ``job`` as soon as a lane is free; it must not raise but where something is broken.
+
+        Raises:
+            InvalidInput: the lanes are closed.
+        """
         with self._lock:
+            if self._closed:
+                raise closed_engine()
+            self._jobs.put(job)
             is_full = self._started >= self.most
             self._started += not is_full
         if not is_full:
-            # Not of an executor, whose threads a process waits for at its end, for as long as a server is silent.
-            threading.Thread(target=self._work, name="streamtap-api", daemon=True).start()
+            self._start()
 
     def each(self, work: Callable[[T, threading.Event], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
         """``work`` of each item, in the order of their ends, each once; the first that raises ends it.
@@ -81,6 +93,7 @@ class Lanes:
         given what is set once nobody reads any more.
 
         Raises:
+            InvalidInput: the lanes were closed.
             StreamtapError: as ``work``.
         """
         done: queue.SimpleQueue[tuple[T, R | None, BaseException | None]] = queue.SimpleQueue()
@@ -104,16 +117,31 @@ class Lanes:
     def close(self) -> None:
         """End the lanes once each is through with what it has."""
         with self._lock:
+            self._closed = True
             for _ in range(self._started):
                 self._jobs.put(None)
+
+    def _start(self) -> None:
+        # Not of an executor, whose threads a process waits for at its end, for as long as a server is silent.
+        threading.Thread(target=self._work, name="streamtap-api", daemon=True).start()
 
     def _work(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
                 job()
-        finally:
-            with self._lock:
-                self._started -= 1
+                # It holds a client with its connections, which a lane that waits must not keep.
+                job = None
+        except BaseException:
+            # This thread ends, and Python says why; what waits behind the job goes on in another.
+            self._start()
+            raise
+        with self._lock:
+            self._started -= 1
+
+
+def closed_engine() -> InvalidInput:
+    """What whoever asks anything of an engine that is closed is told."""
+    return InvalidInput("this engine is closed; load it again.")
 
 
 def _work_on(

@@ -62,10 +62,10 @@ def known_model(told: Told, tokenizer: Any, revision: str | None) -> Known:
         MissingExtra: what reads the tokenizer that was named is not installed.
     """
     if isinstance(tokenizer, PromptTokenizer):
-        return Known(tokenizer, _in_memory(tokenizer.tokenizer))
+        return Known(tokenizer, in_memory_fingerprint(tokenizer.tokenizer))
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         made = PromptTokenizer(tokenizer, context_length=told.longest_prompt, vocabulary=_vocabulary(tokenizer))
-        return Known(made, _in_memory(tokenizer))
+        return Known(made, in_memory_fingerprint(tokenizer))
     if tokenizer is not None:
         return _known(str(tokenizer), None, told)
     try:
@@ -131,7 +131,7 @@ def _vocabulary(tokenizer: Any) -> int | None:
     return len(tokenizer) if hasattr(tokenizer, "__len__") else None
 
 
-def _in_memory(tokenizer: Any) -> str:
+def in_memory_fingerprint(tokenizer: Any) -> str:
     """The hash of a tokenizer's rules and template."""
     if tokenizer is None:
         return _NONE

@@ -8,9 +8,20 @@ from typing import Any
 
 from streamtap.completion import WireDtype
 from streamtap.errors import ActivationsUnsupported, InvalidInput, ModelNotFound, Unsupported
+from streamtap.fingerprint import fingerprint
 
 #: Requests at once, where the service does not say how many a key may have, and never more than.
 _USUAL_AT_ONCE, _MOST_AT_ONCE = 4, 16
+#: What makes a model another one, and what each is called.
+_OF_THE_MODEL = {
+    "checkpoint": "checkpoint",
+    "revision": "revision",
+    "dtype": "dtype",
+    "n_layers": "number of layers",
+    "hidden": "width",
+    "engine": "engine",
+    "own_arguments": "own_arguments",
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,8 @@ class Told:
 
     ``chooses_rows`` is whether it knows ``output_positions``, and ``row_dtypes`` are those of ``output_dtype``.
     ``capture_positions`` is what one capture of all layers may have. ``runs_prompts_alone`` is whether its engine takes
-    ``max_tokens`` 0; such a one captures no more positions than it sends, and only these count.
+    ``max_tokens`` 0; such a one captures no more positions than it sends, and only these count. ``engine`` is the kind
+    that runs the model, and ``own_arguments`` whether it was started with some, or by a command, of the service's own.
     """
 
     id: str
@@ -36,6 +48,8 @@ class Told:
     row_dtypes: tuple[str, ...]
     has_logprobs: bool
     harvests: bool
+    engine: str | None
+    own_arguments: bool | None
 
     @property
     def longest_prompt(self) -> int | None:
@@ -71,13 +85,27 @@ class Told:
     def commit(self, base: str, dtype: str) -> str:
         """What tells the model's rows from all others: the Hub's commit, where rows are as the checkpoint's are.
 
-        Else the address and the id, which stay the same over restarts, and the commit if there is one. Rows of a
-        service that runs in another dtype than it sends are rounded, and no other service's.
+        Else a fingerprint of the address, which is nobody's to read in a dataset, and the id, which stay the same over
+        restarts, and the commit if there is one. Rows of a service that runs in another dtype than it sends are
+        rounded, and those of an engine that is not transformers, or has arguments of its own, may be of quantised
+        weights: they are no other service's.
         """
-        if self.revision is not None and self.dtype == dtype:
+        is_plain = self.engine == "transformers" and self.own_arguments is False
+        if is_plain and self.revision is not None and self.dtype == dtype:
             return self.revision
         at = "" if self.revision is None else f"@{self.revision}"
-        return f"api:{base}#{self.id}{at}"
+        return f"api:{fingerprint({'address': base})[:16]}#{self.id}{at}"
+
+    def check_same(self, now: Told) -> None:
+        """Hold what the service tells ``now`` against what it told; what was not told then may be told now.
+
+        Raises:
+            InvalidInput: it is another model.
+        """
+        for name, what in _OF_THE_MODEL.items():
+            before, after = getattr(self, name), getattr(now, name)
+            if before is not None and after != before:
+                raise another_model(self.id, what, before, after)
 
 
 def told_of(models: Sequence[Mapping[str, Any]], name: str) -> Told:
@@ -120,6 +148,16 @@ def _told(model: Mapping[str, Any], can: Mapping[str, Any]) -> Told:
         row_dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else (),
         has_logprobs=can.get("prompt_logprobs") is not False,
         harvests=can.get("harvest") is True,
+        engine=_text(model.get("engine")),
+        own_arguments=own if isinstance(own := model.get("own_arguments"), bool) else None,
+    )
+
+
+def another_model(model_id: str, what: str, before: object, after: object) -> InvalidInput:
+    """The refusal of rows of another model than was loaded."""
+    return InvalidInput(
+        f"the service's {model_id} is another model than was loaded: its {what} was {before} and is {after} now; load "
+        "the model again, so that rows of both are kept apart."
     )
 
 

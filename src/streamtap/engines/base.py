@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from streamtap.activations import Activations, Provenance
 from streamtap.completion import Cancel, CompletionRequest, Emit
 from streamtap.engines.tokenizing import PromptTokenizer
+from streamtap.errors import InvalidInput
 from streamtap.spec import CaptureSpec, PromptLike
 
 #: The commit of a model that an engine was given ready, without a word on where it comes from.
@@ -87,6 +88,21 @@ class Completes(Protocol):
 class AcrossNetwork(Protocol):
     """An engine whose model is reached over a network, which may fail for a while."""
 
-    def trying(self, max_retries: int) -> None:
-        """Ask up to ``max_retries`` times more where the way there fails; the default is the engine's own."""
+    def trying(self, max_retries: int) -> int:
+        """Ask up to ``max_retries`` times more where the way there fails; gives how many it was, at first its own.
+
+        Raises:
+            InvalidInput: it is no whole number of at least 0.
+        """
         ...
+
+
+def checked_retries(max_retries: int) -> int:
+    """``max_retries`` as it is.
+
+    Raises:
+        InvalidInput: it is no whole number of at least 0.
+    """
+    if not isinstance(max_retries, int) or max_retries < 0:
+        raise InvalidInput(f"max_retries must be a whole number of at least 0; got {max_retries!r}.")
+    return max_retries

@@ -74,7 +74,7 @@ class BySequence:
     make: Make
 
     def capture(self, prompts: Iterable[PromptLike], spec: CaptureSpec, *, ordered: bool) -> Iterator[Activations]:
-        """See ``Engine.capture``.
+        """See ``Engine.capture``. Where ``make`` fails, what it gave before comes first, unless it is ``ordered``.
 
         Raises:
             InvalidInput: a prompt, layer or position that cannot be, or nothing was asked for.
@@ -239,14 +239,20 @@ def _first_layer(wanted: Wanted, provenance: Provenance) -> int:
 
 
 def _parts(made: Iterable[Made]) -> Generator[list[Made], None, None]:
+    """A few sequences together; where making them fails, those that were made before come first."""
     part: list[Made] = []
     size = 0
-    for place, rows in made:
-        part.append((place, rows))
-        size += sum(each.nbytes for each in (rows.rows, rows.logits) if each is not None)
-        if len(part) == _PART_SEQUENCES or size >= _PART_BYTES:
+    try:
+        for place, rows in made:
+            part.append((place, rows))
+            size += sum(each.nbytes for each in (rows.rows, rows.logits) if each is not None)
+            if len(part) == _PART_SEQUENCES or size >= _PART_BYTES:
+                full, part, size = part, [], 0
+                yield full
+    except Exception:
+        if part:
             yield part
-            part, size = [], 0
+        raise
     if part:
         yield part
 

@@ -21,6 +21,7 @@ from streamtap.capture.runs import TokenRun
 from streamtap.client.retrying import PATIENT, Retries
 from streamtap.client.sync import Client
 from streamtap.completion import CapturedPositions
+from streamtap.engines.base import checked_retries
 from streamtap.engines.by_sequence import BySequence, SequenceRows, Wanted, chosen_rows, pooled_rows
 from streamtap.engines.dialect_calls import ServedProcess, address_of, capture_call, planned, served_process
 from streamtap.engines.dialect_model import described_process
@@ -63,7 +64,7 @@ class DialectEngine:
         self.tokenizer = tokenizer
         self.concurrency = concurrency
         self._connect, self._process = connect, process
-        self._client = connect(PATIENT)
+        self._client, self._connects = connect(PATIENT), PATIENT.connects
         self._closed = False
 
     @classmethod
@@ -135,9 +136,15 @@ class DialectEngine:
             raise Unsupported("an engine process runs sequences together as it likes; exact is for backend='local'.")
         return BySequence(self.provenance, self.tokenizer, self._make).capture(prompts, spec, ordered=ordered)
 
-    def trying(self, max_retries: int) -> None:
-        """Ask up to ``max_retries`` times more where the process does not answer."""
+    def trying(self, max_retries: int) -> int:
+        """Ask up to ``max_retries`` times more where the process does not answer; gives how many it was.
+
+        Raises:
+            InvalidInput: it is no whole number of at least 0.
+        """
+        before, self._connects = self._connects, checked_retries(max_retries)
         self._client = self._connect(Retries(connects=max_retries))
+        return before
 
     def close(self) -> None:
         """Let go of the connections; the process runs on."""

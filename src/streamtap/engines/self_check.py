@@ -14,6 +14,9 @@ float16       0.999             0.02
 bfloat16      0.95              0.15
 ============  ================  =======================
 
+That of bfloat16 holds for the prompt of a self-check, 24 tokens of plain words: of long random prompts a healthy engine
+gives single rows at a cosine of 0.9.
+
 In half precision they are wide for the sake of single rows: some models lengthen a row a hundredfold, or do not, over a
 difference that is mere rounding. A layer that is its neighbour's does not hide in them: it is found by which of the
 two it is nearer to. float64 is held to the promise of float32. Quantised weights are another model, for which nothing

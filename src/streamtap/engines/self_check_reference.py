@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import streamtap
+from streamtap.engines.config_file import number_in, text_config
 from streamtap.engines.demo_model import DEMO
 from streamtap.engines.references import ModelReference, find_model, tokenizer_fingerprint
 from streamtap.engines.small_files import fetch_small_files
@@ -97,11 +98,34 @@ def keep_reference(reference: Reference, model: str, revision: str | None = None
     """Keep one that was made elsewhere as that of ``model`` here, and so for this machine's versions; where it lies.
 
     Raises:
-        InvalidInput: no such model.
+        InvalidInput: no such model, or the reference is another's.
     """
-    file = reference_file(_found(model, revision, settings), settings)
+    file = reference_file(check_reference(reference, model, revision, settings=settings), settings)
     write_reference(reference, file)
     return file
+
+
+def check_reference(
+    reference: Reference, model: str, revision: str | None = None, *, settings: Settings
+) -> ModelReference:
+    """Hold one that was made elsewhere against ``model``, and give what that name means here.
+
+    Raises:
+        InvalidInput: no such model, or the reference is another's: of another commit, depth or width.
+    """
+    found = _found(model, revision, settings)
+    told: dict[str, tuple[object, object]] = {"commit": (reference.commit, found.commit)}
+    if found.folder is not None and found.gguf is None:
+        config, (n_layers, hidden) = text_config(found.folder), reference.shape
+        told["depth"] = (n_layers, number_in(config, "n_layers"))
+        told["width"] = (hidden, number_in(config, "hidden_size"))
+    for what, (its, models) in told.items():
+        if models is not None and its != models:
+            raise InvalidInput(
+                f"the reference, made of {reference.model}, is not of {model}: its {what} is {its}, the model's is "
+                f"{models}; make one of this model with streamtap doctor --write-reference."
+            )
+    return found
 
 
 def make_reference(model: str, revision: str | None = None, *, settings: Settings) -> Reference:

@@ -30,6 +30,21 @@ class Tokens:
     cut_from: int = 0
 
 
+def check_characters(text: str, index: int) -> None:
+    """Refuse text that no tokenizer reads, since UTF-8 cannot write it.
+
+    Raises:
+        InvalidPrompt: it holds half a surrogate pair.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(
+            f"prompt {index} holds half a surrogate pair at character {error.start}; send whole characters.",
+            index=index,
+        ) from error
+
+
 class PromptTokenizer:
     """Tokenises prompts for one model; ``tokenizer`` may be None where all prompts are token ids."""
 
@@ -78,6 +93,8 @@ class PromptTokenizer:
             EmptyPrompt: there is no token.
             InvalidPrompt: an id is outside the vocabulary, or there is no tokenizer.
         """
+        if isinstance(prompt, str):
+            check_characters(prompt, index)
         found = self._encoded([prompt], index, special=special_tokens)[0] if isinstance(prompt, str) else prompt
         ids = np.asarray(found, np.int64)
         if not len(ids):
@@ -103,6 +120,8 @@ class PromptTokenizer:
         found: list[Any] = [prompt.token_ids for prompt in prompts]
         texts = [i for i, prompt in enumerate(prompts) if prompt.text is not None]
         chats = [i for i, prompt in enumerate(prompts) if prompt.messages is not None]
+        for i in texts:
+            check_characters(str(prompts[i].text), first + i)
         if texts:
             encoded = self._encoded([str(prompts[i].text) for i in texts], first + texts[0], special=special)
             found = _filled(found, texts, encoded)
@@ -160,8 +179,8 @@ class PromptTokenizer:
             return ids.astype(np.int32), 0
         if spec.truncate is None:
             raise PromptTooLong(
-                f"prompt {index} has {len(ids)} tokens; the model's context is {limit}. "
-                "Shorten it, or pass truncate='left' or 'right'.",
+                f"prompt {index} has {len(ids)} tokens; there is room for {limit}, which is the model's context, or "
+                "one less where the engine draws a token. Shorten it, or pass truncate='left' or 'right'.",
                 index=index,
             )
         start = len(ids) - limit if spec.truncate == "left" else 0

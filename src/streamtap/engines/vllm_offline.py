@@ -16,7 +16,7 @@ from streamtap.engines.tokenizing import PromptTokenizer
 from streamtap.engines.vllm_offline_llm import Llm, LlmFacts
 from streamtap.engines.vllm_offline_loading import Asked, check_installed, open_llm
 from streamtap.engines.vllm_offline_rows import RowMaker
-from streamtap.errors import Unsupported
+from streamtap.errors import InvalidInput, Unsupported
 from streamtap.spec import CaptureSpec, PromptLike
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class VllmEngine:
         self._llm, self._facts = llm, facts
         self._starting = threading.Lock()
         self._completing: Completing | None = None
+        self._closed = False
         self._provenance = Provenance(
             model=described.reference.name,
             commit=described.reference.commit or "",
@@ -141,7 +142,7 @@ class VllmEngine:
         """Queue a completion; see ``Completes.submit``. Requests run one after the other.
 
         Raises:
-            InvalidInput: the request cannot be run on this model.
+            InvalidInput: the request cannot be run on this model, or the engine is closed.
             Unsupported: vLLM with vllm-lens would do something else; ``SteeringUnsupported`` with vectors.
         """
         return self._requests().submit(request, emit)
@@ -166,6 +167,7 @@ class VllmEngine:
     def close(self) -> None:
         """Fail what is queued and end vLLM's processes."""
         with self._starting:
+            self._closed = True
             completing = self._completing
         if completing is not None:
             completing.close()
@@ -175,6 +177,8 @@ class VllmEngine:
         from streamtap.engines.vllm_offline_completing import Completing
 
         with self._starting:
+            if self._closed:
+                raise InvalidInput("this engine is closed, so its model is gone; load it again.")
             if self._completing is None:
                 self._completing = Completing(
                     self._llm, self._facts, self._tokenizer, self._provenance.n_layers, self._provenance.hidden

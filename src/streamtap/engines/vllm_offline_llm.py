@@ -79,7 +79,7 @@ class Llm:
         with self._lock:
             if self._closed:
                 raise InvalidInput("this engine is closed, so its model is gone; load it again.")
-            with _Cleared(self._dead, self._sweep), self._steps.watched(watch):
+            with _Cleared(self._dead, self._sweep, lambda: not self._steps.begun), self._steps.watched(watch):
                 outputs = self._ran(lambda: self._llm.generate(given, list(params), use_tqdm=False))
                 if self._steps.stopped:
                     self._sweep()
@@ -114,7 +114,7 @@ class Llm:
 
     def _sweep(self) -> None:
         """Stop what a call left running. Its rows would stay with vLLM's workers, its answers go to the next call."""
-        with _Cleared(self._dead, lambda: None):
+        with _Cleared(self._dead, lambda: None, lambda: False):
             for request_id in self._steps.stop_all():
                 self._llm.collective_rpc("clear_captured_states", args=(request_id,))
 
@@ -122,11 +122,12 @@ class Llm:
 class _Cleared:
     """Around a call: what it raises becomes one of our errors, after ``sweep`` unless there is nothing left to sweep.
 
-    No ``except``, since a worker's errors come as plain ``Exception``.
+    A ``ValueError`` refuses the request only where ``is_adding`` says that it came of adding it. No ``except``, since a
+    worker's errors come as plain ``Exception``.
     """
 
-    def __init__(self, dead: type[BaseException], sweep: Callable[[], None]) -> None:
-        self._dead, self._sweep = dead, sweep
+    def __init__(self, dead: type[BaseException], sweep: Callable[[], None], is_adding: Callable[[], bool]) -> None:
+        self._dead, self._sweep, self._is_adding = dead, sweep, is_adding
 
     def __enter__(self) -> None:
         pass
@@ -138,7 +139,7 @@ class _Cleared:
             raise EngineDead("vLLM's processes ended; its log says why. Load the model again.") from error
         self._sweep()
         # Its words may hold anything of the prompt, so they stay in the error that caused this one.
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and self._is_adding():
             raise InvalidInput(f"vLLM does not take this request ({type(error).__name__}).") from error
         if isinstance(error, Exception):
             raise EngineFailed(f"vLLM failed with {type(error).__name__}; its log says where.") from error
@@ -157,6 +158,8 @@ class _Steps:
         self._places: dict[str, int] = {}
         self._open: dict[str, str] = {}
         self.stopped = False
+        #: Whether the call's requests were all added, and run.
+        self.begun = False
 
     def __getattr__(self, name: str) -> Any:
         """All else is the engine's."""
@@ -176,7 +179,7 @@ class _Steps:
     def watched(self, watch: Watch | None) -> Iterator[None]:
         """Let ``watch`` see the steps inside the ``with``."""
         self._watch, self._places, self._open = watch, {}, {}
-        self.stopped = self._told_to_stop = False
+        self.stopped = self._told_to_stop = self.begun = False
         try:
             yield
         finally:
@@ -193,6 +196,7 @@ class _Steps:
 
     def step(self) -> Any:
         """As the engine's; stops the call's requests where ``watch`` says so."""
+        self.begun = True
         outputs = self._engine.step()
         for output in outputs:
             if output.finished:

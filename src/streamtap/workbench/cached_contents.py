@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -29,6 +30,9 @@ from streamtap.workbench.prompt_keys import Keyed
 from streamtap.workbench.stored_rows import RowReader
 from streamtap.workbench.tokenizing_rules import CHAT, may_be_cut, plain_rule
 from streamtap.workbench.wanted import row_identity
+
+#: As torch calls them, such as cpu or cuda:1; anything else that is told may be an address.
+_DEVICE = re.compile(r"[a-z]+(:\d{1,2})?")
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
@@ -74,7 +78,7 @@ def contents_of(store: CacheStore, holding: Holding, chosen: Chosen, given: Give
         provenance=made_by(provenance),
         capture={
             "identity": row_identity(provenance, spec),
-            "provenance": asdict(provenance),
+            "provenance": published(provenance),
             "limits": dict(holding.limits),
         },
     )
@@ -134,6 +138,11 @@ def _token_counts(store: CacheStore, digests: Sequence[bytes]) -> Ints:
         len(ids) for start in range(0, len(digests), 4096) for ids in store.token_ids(digests[start : start + 4096])
     ]
     return np.asarray(counts, np.int64)
+
+
+def published(provenance: Provenance) -> dict[str, Any]:
+    """A provenance as a dataset tells it: without the address of somebody's service, where the model ran behind one."""
+    return asdict(provenance if _DEVICE.fullmatch(provenance.device) else replace(provenance, device=""))
 
 
 def made_by(provenance: Provenance) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from streamtap.errors import InvalidInput
 from streamtap.fingerprint import fingerprint, tokens_digest
 from streamtap.layers import LayerSpec
 from streamtap.spec import PromptLike, as_prompts
-from streamtap.workbench.cached_contents import made_by
+from streamtap.workbench.cached_contents import made_by, published
 from streamtap.workbench.harvest_texts import HarvestTexts, given_texts, open_tokenizer, read_texts
 from streamtap.workbench.harvested_rows import Harvest, HarvestedRows, open_harvest
 from streamtap.workbench.publish import send, shuffled_order
@@ -141,7 +141,7 @@ class _Publishing:
             content=fingerprint(content),
             ordering="given" if order is None else "random",
             provenance=made_by(about),
-            capture={"identity": rows.identity, "provenance": asdict(about), "limits": dict(rows.limits)},
+            capture={"identity": rows.identity, "provenance": published(about), "limits": dict(rows.limits)},
         )
 
     def _hidden(self, places: Ints, n_tokens: Ints) -> HiddenRows:

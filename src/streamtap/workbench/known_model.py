@@ -26,6 +26,11 @@ class KnownModel:
         """Always."""
         return True
 
+    @property
+    def may_change(self) -> bool:
+        """Always."""
+        return True
+
     def may_be(self, provenance: Provenance) -> bool:
         """Whether it is the same model."""
         return identity_of(provenance) == identity_of(self.provenance)
@@ -45,3 +50,6 @@ class KnownModel:
             NotCached: always.
         """
         raise NotCached(f"the cache knows rows of {self.provenance.model}, and not the model.")
+
+    def close(self) -> None:
+        """Do nothing: there is no engine."""

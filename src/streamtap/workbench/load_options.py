@@ -13,7 +13,7 @@ _LOADING = ("revision", "dtype", "device", "device_map", "quantization", "attent
 #: What each backend's engine takes of the fields below; a batch is vLLM's own business, and a service's.
 _TAKEN = {
     "local": _LOADING,
-    "nnsight": (*_LOADING, "remote"),
+    "nnsight": (*_LOADING, "remote", "api_key"),
     "vllm": ("revision", "dtype"),
     "api": ("revision", "dtype", "api_base", "api_key"),
 }
@@ -43,12 +43,17 @@ class LoadOptions:
         """Refuse what the backend has no use for.
 
         Raises:
-            InvalidInput: no such backend, or an option that means nothing to it.
+            InvalidInput: no such backend, an option that means nothing to it, or one of these in ``engine_options``.
             Unsupported: ``remote`` with another backend than nnsight's.
         """
         check_backend(self.backend, remote=bool(self.remote))
+        own = [name for name in self.engine_options if name in OWN_OPTIONS]
+        # There it would be set behind the back of whatever is kept under the option.
+        if misplaced := [name for name in own if name in (*_TAKEN[self.backend], "backend")]:
+            named = ", ".join(f"{name}=" for name in misplaced)
+            raise InvalidInput(f"{', '.join(misplaced)} cannot stand in engine_options: pass {named} beside them.")
         taken = (*_TAKEN[self.backend], "backend", "engine_options", _UNTOLD)
-        if idle := [name for name in self.asked() if name not in taken]:
+        if idle := [name for name in self.asked() if name not in taken] + own:
             raise InvalidInput(
                 f"{', '.join(idle)} mean{'s' * (len(idle) == 1)} nothing to backend={self.backend!r}; it takes "
                 f"{', '.join(_TAKEN[self.backend])}, and its engine's own in engine_options."
@@ -62,6 +67,10 @@ class LoadOptions:
         """What ``load_engine`` is called with, beside the model's name."""
         own = {name: getattr(self, name) for name in _TAKEN[self.backend]}
         return {"backend": self.backend, **own, **self.engine_options}
+
+
+#: What loading has by itself, so that it cannot stand in ``engine_options``.
+OWN_OPTIONS = frozenset(each.name for each in fields(LoadOptions)) - {"engine_options"}
 
 
 def _is_default(options: LoadOptions, name: str) -> bool:

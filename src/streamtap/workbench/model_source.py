@@ -55,11 +55,20 @@ class ModelSource(Protocol):
 
     @property
     def is_only_known(self) -> bool:
-        """Whether the model itself was not found, so that what is known of it may change once it is."""
+        """Whether the model itself was not found."""
+        ...
+
+    @property
+    def may_change(self) -> bool:
+        """Whether what is known of it may be otherwise once its engine is open."""
         ...
 
     def may_be(self, provenance: Provenance) -> bool:
         """Whether rows of ``provenance`` are this model's, as far as can be told without loading it."""
+        ...
+
+    def close(self) -> None:
+        """Close the engine that it opened, if any; the next ``engine`` opens it anew. One that was given stays open."""
         ...
 
 
@@ -121,9 +130,17 @@ class GivenEngine:
         """Never."""
         return False
 
+    @property
+    def may_change(self) -> bool:
+        """Never."""
+        return False
+
     def may_be(self, provenance: Provenance) -> bool:
         """Whether it is the engine's model."""
         return identity_of(provenance) == identity_of(self.provenance)
+
+    def close(self) -> None:
+        """Leave the engine to whom it belongs."""
 
 
 class NamedModel:
@@ -147,6 +164,11 @@ class NamedModel:
         with self._lock:
             self._facts()
             return self._pulled is not None
+
+    @property
+    def may_change(self) -> bool:
+        """Where datasets alone tell of it."""
+        return self.is_only_known
 
     @property
     def provenance(self) -> Provenance:
@@ -200,6 +222,13 @@ class NamedModel:
                         "machine."
                     ) from error
             return self._loaded
+
+    def close(self) -> None:
+        """Close the engine, if it was loaded."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close()
 
     def _refuse_other_quantisation(self, error: Exception) -> None:
         kinds = {each.provenance.quantization for each in pulled_models(self._store, self._name)} - {None}

@@ -12,9 +12,8 @@ from streamtap.activations import Provenance
 from streamtap.cache import CacheStore
 from streamtap.engines.api_tokenizer import kept_tokenizer
 from streamtap.engines.base import Engine
-from streamtap.engines.demo_model import DEMO, is_unpacked
 from streamtap.engines.opening import load_engine
-from streamtap.engines.references import ModelReference, find_model
+from streamtap.engines.references import tokenizer_fingerprint
 from streamtap.engines.tokenizing import PromptTokenizer, Tokens
 from streamtap.errors import InvalidInput, MissingExtra
 from streamtap.fingerprint import fingerprint
@@ -22,24 +21,33 @@ from streamtap.settings import Settings
 from streamtap.spec import CaptureSpec, Prompt
 from streamtap.workbench.identity import identity_of
 from streamtap.workbench.load_options import LoadOptions
+from streamtap.workbench.served_tokenizer import small_files, told_apart_by
 from streamtap.workbench.tokenizer_limits import limits_of
 
-_MEMO_LAYOUT = 1
+_MEMO_LAYOUT = 2
 
 
 class ServedModel:
-    """A ``ModelSource`` for the service's id ``name``. Threads may share it."""
+    """A ``ModelSource`` for the service's id ``name``. Threads may share it.
+
+    What it knows is the cache's memory of the service at first, and what the service tells once the engine is open.
+    """
 
     is_only_known = False
 
     def __init__(self, name: str, options: LoadOptions, store: CacheStore, settings: Settings) -> None:
         self._name, self._options, self._store, self._settings = name, options, store, settings
-        base = (options.api_base or settings.api_base or "").rstrip("/")
-        asked = {"name": name, "base": base, "dtype": options.dtype, "revision": options.revision}
-        self._key = "served:" + fingerprint({"layout": _MEMO_LAYOUT, **asked})
         self._lock = threading.RLock()
         self._engine: Engine | None = None
         self._tokenizer: PromptTokenizer | None = None
+        self._known: Mapping[str, Any] | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """Where the service was not asked yet."""
+        with self._lock:
+            self._facts()
+            return self._engine is None
 
     @property
     def provenance(self) -> Provenance:
@@ -52,12 +60,22 @@ class ServedModel:
         return dict(self._facts()["tokenizer"])
 
     def encode(self, prompts: Sequence[Prompt], spec: CaptureSpec, first_index: int) -> list[Tokens]:
-        """Tokenise here; token ids need no tokenizer."""
+        """Tokenise here; token ids need no tokenizer.
+
+        Raises:
+            InvalidInput: the service had to be asked for it, and the tokenizer is another than was remembered.
+        """
         with self._lock:
             if all(prompt.token_ids is not None for prompt in prompts):
                 return PromptTokenizer(None, **self.tokenizer_limits).encode(prompts, spec, first_index)
             if self._tokenizer is None:
+                before = self._of_tokenizing()
                 self._tokenizer = self._read_tokenizer()
+                if self._of_tokenizing() != before:  # and the caller keeps these tokens under what was told before
+                    raise InvalidInput(
+                        f"the tokenizer of {self.provenance.model} is another than the cache remembers, since the "
+                        "service or the files on this machine have changed; ask again, and the new one is taken."
+                    )
             return self._tokenizer.encode(prompts, spec, first_index)
 
     def engine(self) -> Engine:
@@ -65,41 +83,75 @@ class ServedModel:
         with self._lock:
             if self._engine is None:
                 self._engine = load_engine(self._name, **self._options.arguments())
-                about = {"provenance": asdict(self._engine.provenance), "tokenizer": limits_of(self._engine.tokenizer)}
-                self._store.remember(self._key, about)
+                self._learn(self._engine)
             return self._engine
 
     def may_be(self, provenance: Provenance) -> bool:
         """Whether rows of ``provenance`` came from there."""
-        known = self._store.recall(self._key)
+        with self._lock:
+            known = self._known or self._recalled()
         if known is None:
             return self._name == provenance.model
         return identity_of(provenance) == identity_of(Provenance(**known["provenance"]))
 
+    def close(self) -> None:
+        """Close the engine, if the service was asked."""
+        with self._lock:
+            opened, self._engine = self._engine, None
+        if opened is not None:
+            opened.close()
+
     def _facts(self) -> Mapping[str, Any]:
         with self._lock:
-            known = self._store.recall(self._key)
-            if known is None:
+            if self._known is None:
+                self._known = self._recalled()
+            if self._known is None:
                 self.engine()
-                known = self._store.recall(self._key)
-            assert known is not None
-            return known
+            assert self._known is not None
+            return self._known
+
+    def _learn(self, engine: Engine) -> None:
+        told = getattr(engine, "told", None)
+        self._tokenizer = engine.tokenizer
+        self._known = {
+            "provenance": asdict(engine.provenance),
+            "tokenizer": dict(limits_of(engine.tokenizer)),
+            # Of the tokenizer's files, as the engine read them.
+            "revision": self._options.revision or getattr(told, "revision", None),
+        }
+        if (key := self._key()) is not None:
+            self._store.remember(key, self._known)
+
+    def _recalled(self) -> Mapping[str, Any] | None:
+        key = self._key()
+        return None if key is None else self._store.recall(key)
+
+    def _key(self) -> str | None:
+        """What the memory is kept under; None while the files of the tokenizer that was named are not here."""
+        options = self._options
+        # The engine's other options change how rows come, and not what is remembered.
+        tokenizer = told_apart_by(options.engine_options.get("tokenizer"), self._settings)
+        if tokenizer is None:
+            return None
+        base = (options.api_base or self._settings.api_base or "").rstrip("/")
+        asked = {"name": self._name, "base": base, "dtype": options.dtype, "revision": options.revision}
+        return "served:" + fingerprint({"layout": _MEMO_LAYOUT, **asked, "tokenizer": tokenizer})
+
+    def _of_tokenizing(self) -> tuple[str, Mapping[str, Any]]:
+        return self.provenance.tokenizer, self.tokenizer_limits
 
     def _read_tokenizer(self) -> PromptTokenizer:
         # Without a request where that can be: the service may be away while everything is in the cache.
         if "tokenizer" not in self._options.engine_options:
             with suppress(InvalidInput, MissingExtra):
-                if (found := self._files()) is not None and (read := kept_tokenizer(found, self._settings)) is not None:
+                if (read := self._from_files()) is not None:
                     return PromptTokenizer(read, **self.tokenizer_limits)
         return self.engine().tokenizer
 
-    def _files(self) -> ModelReference | None:
-        """The small files of the model that is served, where they are on this machine."""
-        name = self.provenance.model
-        if name == DEMO and not is_unpacked(self._settings):
+    def _from_files(self) -> Any:
+        """The tokenizer that the rows were made with, where its very files are on this machine."""
+        about = self.provenance
+        found = small_files(about.model, self._facts()["revision"], self._settings)
+        if found is None or tokenizer_fingerprint(found) != about.tokenizer:
             return None
-        store = self._store
-        found = find_model(
-            name, self._options.revision, settings=self._settings, recall=store.recall, remember=store.remember
-        )
-        return None if found.folder is None else found
+        return kept_tokenizer(found, self._settings)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from streamtap.activations import Activations, Provenance
 from streamtap.cache import CacheStore, Rows
-from streamtap.engines.base import AcrossNetwork, Engine
+from streamtap.engines.base import Engine
 from streamtap.errors import InvalidInput, MissingExtra, NotCached, RowsDamaged
 from streamtap.layers import LayerSpec, resolve_layers
 from streamtap.pooling import Pooling, check_pooling
@@ -29,6 +29,7 @@ from streamtap.workbench.lacking import Need, find_needs, refuse_other_pooling, 
 from streamtap.workbench.load_options import LoadOptions
 from streamtap.workbench.logits import Logits
 from streamtap.workbench.model_source import ModelSource, model_source
+from streamtap.workbench.patience import Patience
 from streamtap.workbench.prompt_keys import Keyed, PromptKeys
 from streamtap.workbench.stored_rows import RowReader, no_rows
 from streamtap.workbench.wanted import score_channels, score_identity
@@ -70,7 +71,7 @@ class UnifiedCache:
         quantization: ``"8bit"``, ``"4bit"`` or a ``transformers`` quantisation config.
         attention: Attention kernel; None lets the model choose.
         api_base: Address of the service; by default ``STREAMTAP_API_BASE`` or ``ACS_API_BASE``.
-        api_key: Its key; by default ``STREAMTAP_API_KEY`` or ``ACS_API_KEY``.
+        api_key: Its key; by default ``STREAMTAP_API_KEY`` or ``ACS_API_KEY``. Or that of the server in ``remote``.
         engine_options: More options of the backend's own engine, such as vLLM's ``tensor_parallel_size``.
         progress: Show a progress bar; None shows it on a terminal only.
 
@@ -136,7 +137,7 @@ class UnifiedCache:
         )
         self._remote = bool(remote)
         self.source: ModelSource = model_source(model, options, self.store, settings)
-        self._progress = progress
+        self._progress, self._patience = progress, Patience()
 
     def __enter__(self) -> Self:
         """Enter the block at whose end the cache is closed."""
@@ -149,8 +150,11 @@ class UnifiedCache:
         self.close()
 
     def close(self) -> None:
-        """Close the store; the model, if it was loaded, is left to the garbage collector."""
-        self.store.close()
+        """Close the store, and the engine where it was opened here; one that was given stays open."""
+        try:
+            self.source.close()
+        finally:
+            self.store.close()
 
     @property
     def provenance(self) -> Provenance:
@@ -168,7 +172,8 @@ class UnifiedCache:
         """Extract what the cache lacks of ``prompts``; what is there is not run again.
 
         Stopped at any moment, it loses at most the batch in the model and the one on its way to
-        the disk. ``max_retries`` is for backends across a network: how often a way that fails is tried again.
+        the disk. ``max_retries`` is for backends across a network: how often a way that fails is tried again, in this
+        call.
 
         Raises:
             InvalidPrompt: a prompt that cannot be run, named by its index before any work.
@@ -353,7 +358,7 @@ class UnifiedCache:
             numbers = self.layer_indices if layers is None else layers
             return keyed, find_needs(self.store, self.provenance, spec, numbers, keyed)
 
-        if not self.source.is_only_known:
+        if not self.source.may_change:
             return look()
         keyed, needs = look()
         if needs:
@@ -361,10 +366,10 @@ class UnifiedCache:
                 refuse_other_pooling(self.store, self.provenance, spec, layers, keyed, needs)
             try:
                 self.source.engine()
-            except NotCached as error:
+            except (NotCached, MissingExtra) as error:
                 raise NotCached(f"{told(needs, len(prompts))}; {error}") from error
-        # Once the model is here it may be known better than the dataset knew it.
-        return (keyed, needs) if self.source.is_only_known else look()
+        # Once the model is here it may be known better than the dataset or the cache knew it.
+        return (keyed, needs) if self.source.may_change else look()
 
     def _extract(
         self, needs: Mapping[Need, Sequence[int]], keyed: Keyed, spec: CaptureSpec, max_retries: int | None = None
@@ -381,9 +386,8 @@ class UnifiedCache:
         except MissingExtra as error:
             lacking = sum(len(places) for places in needs.values())
             raise NotCached(f"{lacking} of {len(keyed.rows)} prompts are not in the cache, and {error}") from error
-        if max_retries is not None and isinstance(engine, AcrossNetwork):
-            engine.trying(max_retries)
-        with progress_bar("extracting", sum(len(job.keys) for job in jobs), show=self._progress) as advance:
+        bar = progress_bar("extracting", sum(len(job.keys) for job in jobs), show=self._progress)
+        with self._patience.of(engine, max_retries), bar as advance:
             for job in jobs:
                 run_job(self.store, engine, self.provenance, spec, job, advance)
 

@@ -66,13 +66,12 @@ def ndif(model: Any) -> Iterator[NdifServer]:
 
 
 @pytest.fixture
-def open_remote(ndif: NdifServer, bare_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NnsightEngine]:
+def open_remote(ndif: NdifServer, bare_folder: Path) -> Callable[..., NnsightEngine]:
     """An engine on the stand-in, which waits for nothing before it asks again."""
-    monkeypatch.setenv("NDIF_API_KEY", KEY)
     known = ModelReference(NAME, bare_folder, None, "sha256:of-files")
 
     def opened(**options: Any) -> NnsightEngine:
-        engine = NnsightEngine.load(NAME, **{"remote": ndif.url, "reference": known, **options})
+        engine = NnsightEngine.load(NAME, **{"remote": ndif.url, "api_key": KEY, "reference": known, **options})
         engine.patience = type(engine.patience)(engine.patience.retries, lambda _seconds: None)
         return engine
 

@@ -32,12 +32,10 @@ def ndif() -> Iterator[NdifServer]:
 
 
 @pytest.fixture
-def cache(ndif: NdifServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnifiedCache]:
-    monkeypatch.setenv("NDIF_API_KEY", KEY)
+def cache(ndif: NdifServer, tmp_path: Path) -> Iterator[UnifiedCache]:
     remote: Any = ndif.url
-    with UnifiedCache(
-        model="demo", layers="all", backend="nnsight", remote=remote, batch_size=4, cache_dir=tmp_path / "cache"
-    ) as opened:
+    options: dict[str, Any] = {"backend": "nnsight", "remote": remote, "api_key": KEY, "batch_size": 4}
+    with UnifiedCache(model="demo", layers="all", cache_dir=tmp_path / "cache", **options) as opened:
         yield opened
 
 

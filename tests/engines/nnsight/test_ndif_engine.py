@@ -6,6 +6,7 @@ import builtins
 import io
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from nnsight.modeling import huggingface
 from nnsight.schema.config import CONFIG
 
 from streamtap.activations import Activations, join
+from streamtap.engines.described import DescribedModel, described_model
+from streamtap.engines.nnsight import remote_model
 from streamtap.engines.nnsight.engine import NnsightEngine
 from streamtap.engines.nnsight.ndif_jobs import model_key
 from streamtap.engines.nnsight.wrapping import tree_without_weights
@@ -57,6 +60,38 @@ def test_provenance_is_ndifs(open_remote: Open) -> None:
         engine.weights_hash()
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("revision", "filed_under"),
+    [(None, f"ndif:{NAME}@main"), ("main", f"ndif:{NAME}@main"), ("v1", f"ndif:{NAME}@v1"), (COMMIT, COMMIT)],
+)
+def test_rows_are_of_a_commit_only_where_the_server_was_asked_for_it(
+    open_remote: Open,
+    ndif: NdifServer,
+    bare_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str | None,
+    filed_under: str,
+) -> None:
+    def of_the_hub(*given: Any, **named: Any) -> DescribedModel:
+        return replace(
+            described_model(*given, **named), reference=ModelReference(NAME, bare_folder, None, COMMIT, revision)
+        )
+
+    monkeypatch.setattr(remote_model, "described_model", of_the_hub)
+    sent: list[Any] = []
+    take = ndif.take
+    monkeypatch.setattr(ndif, "take", lambda request, *more: sent.append(request.model_key) or take(request, *more))
+
+    engine = open_remote(revision=revision)
+    acts = capture(engine, RAGGED[:1], layers=[0])
+
+    assert acts.provenance.commit == engine.provenance.commit == filed_under
+    assert sent == [model_key(NAME, revision)]
+
+
 @pytest.mark.parametrize("pooling", ["last_token", "first_token", "mean", "max"])
 def test_v28_one_row_a_prompt_crosses_the_wire(open_remote: Open, ndif: NdifServer, pooling: str) -> None:
     before = len(ndif.jobs)
@@ -88,7 +123,6 @@ def test_v28_bytes_grow_with_the_rows_that_are_asked_for(open_remote: Open, ndif
 def test_v28_no_file_of_weights_is_opened(
     whole_folder: Path, ndif: NdifServer, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    monkeypatch.setenv("NDIF_API_KEY", KEY)
     opened: list[str] = []
 
     def watched(real: Any) -> Any:
@@ -102,7 +136,7 @@ def test_v28_no_file_of_weights_is_opened(
         monkeypatch.setattr(place, name, watched(getattr(place, name)))
     known = ModelReference(NAME, whole_folder, None, "sha256:of-files")
 
-    engine = NnsightEngine.load(NAME, remote=ndif.url, reference=known)
+    engine = NnsightEngine.load(NAME, remote=ndif.url, api_key=KEY, reference=known)
     acts = capture(engine, RAGGED[:1])
 
     assert any(file.endswith("config.json") for file in opened)

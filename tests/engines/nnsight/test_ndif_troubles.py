@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nnsight.schema.config import CONFIG
 
 from streamtap.activations import Activations, join
 from streamtap.engines.nnsight import engine as engine_module
@@ -32,7 +33,8 @@ from streamtap.errors import (
     UnsupportedModel,
 )
 from streamtap.spec import CaptureSpec
-from streamtap.testing.ndif_server import NdifServer
+from streamtap.testing.ndif_server import NdifServer, Served
+from streamtap.testing.ndif_server.handling import Handler
 from streamtap.testing.reference import plain_rows, worst_row_error
 
 KEY = "11111111-2222-3333-4444-555555555555"
@@ -49,7 +51,14 @@ def capture(engine: NnsightEngine, prompts: list[Any], **spec: Any) -> Activatio
 
 
 @pytest.mark.parametrize(
-    "fault", [{"kind": "http", "status": 503}, {"kind": "http", "status": 500}, {"kind": "job"}, {"kind": "drop"}]
+    "fault",
+    [
+        {"kind": "http", "status": 503},
+        {"kind": "http", "status": 500},
+        {"kind": "job"},
+        {"kind": "drop"},
+        {"kind": "goodbye"},
+    ],
 )
 def test_what_fails_for_a_while_is_asked_again_later_and_later(
     open_remote: Open, ndif: NdifServer, model: Any, fault: dict[str, Any]
@@ -76,11 +85,11 @@ def test_max_retries_is_how_often(open_remote: Open, ndif: NdifServer) -> None:
         capture(engine, RAGGED)
 
     assert waits == [1.0]
-    engine.trying(0)
+    assert engine.trying(0) == 1
     ndif.fail("http")
     with pytest.raises(TransferFailed, match="not serving now: Try later."):
         capture(engine, RAGGED)
-    with pytest.raises(InvalidInput, match="max_retries must be at least 0; got -1"):
+    with pytest.raises(InvalidInput, match="max_retries must be a whole number of at least 0; got -1"):
         engine.trying(-1)
 
 
@@ -95,6 +104,63 @@ def test_waits_are_told_without_prompts_or_key(
     assert "asking again in 1 s, 1 of 4" in caplog.text
     assert KEY not in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_goodbye_is_told_as_a_way_that_broke(open_remote: Open, ndif: NdifServer) -> None:
+    engine = open_remote()
+    engine.trying(0)
+    ndif.fail("goodbye")
+
+    said = told(lambda: capture(engine, RAGGED[:1]), TransferFailed)
+
+    assert "failed (WebSocketConnectionClosedException)" in said
+
+
+def test_a_goodbye_before_the_first_word_too(
+    open_remote: Open, ndif: NdifServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NdifServer, "subscribe", lambda _server, client: client.say_goodbye() or "")
+    engine = open_remote()
+    engine.trying(0)
+
+    said = told(lambda: capture(engine, RAGGED[:1]), TransferFailed)
+
+    assert "failed (WebSocketConnectionClosedException)" in said
+
+
+@pytest.mark.parametrize("word", ["hello", "[]", "{}", "3", b"\x80no text", f"who is {KEY}?"])
+def test_a_first_word_that_is_not_ndifs(
+    open_remote: Open, ndif: NdifServer, monkeypatch: pytest.MonkeyPatch, word: str | bytes
+) -> None:
+    monkeypatch.setattr(NdifServer, "subscribe", lambda _server, client: str(client.send(word)))
+    engine = open_remote()
+    engine.trying(0)
+
+    assert "answered with what cannot be read" in told(lambda: capture(engine, RAGGED[:1]), TransferFailed)
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_result_that_cannot_be_read(
+    open_remote: Open, ndif: NdifServer, monkeypatch: pytest.MonkeyPatch, packed: bool, inline_bytes: int
+) -> None:
+    monkeypatch.setattr(CONFIG.API, "COMPRESS", packed)
+    monkeypatch.setattr(Served, "run", lambda *_given, **_named: b"neither a frame nor what torch has saved")
+    monkeypatch.setattr(ndif, "_inline_bytes", inline_bytes)
+    engine = open_remote()
+    engine.trying(0)
+
+    assert "answered with what cannot be read" in told(lambda: capture(engine, RAGGED[:1]), TransferFailed)
+
+
+def test_a_word_on_a_job_that_cannot_be_read(
+    open_remote: Open, ndif: NdifServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NdifServer, "take", lambda *_given: "this is no word of NDIF's")
+    engine = open_remote()
+    engine.trying(0)
+
+    assert "answered with what cannot be read" in told(lambda: capture(engine, RAGGED[:1]), TransferFailed)
 
 
 def test_an_hour_without_a_word_is_not_waited_out(
@@ -132,19 +198,17 @@ def test_ndif_without_a_key_is_refused_before_anything_is_read() -> None:
     assert "set NDIF_API_KEY" in said
 
 
-def test_a_server_that_wants_a_key_says_so(open_remote: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NDIF_API_KEY")
-    engine = open_remote()
+def test_a_server_that_wants_a_key_says_so(open_remote: Open) -> None:
+    engine = open_remote(api_key=None)
 
-    assert "wants an API key: set NDIF_API_KEY" in told(lambda: capture(engine, RAGGED), MissingAuthorization)
+    assert "wants an API key: pass api_key=;" in told(lambda: capture(engine, RAGGED), MissingAuthorization)
 
 
 @pytest.mark.parametrize("key", ["11111111-2222-3333-4444-000000000000", "tell-nobody"])
-def test_a_key_that_is_not_taken(open_remote: Open, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setenv("NDIF_API_KEY", key)
-    engine = open_remote()
+def test_a_key_that_is_not_taken(open_remote: Open, key: str) -> None:
+    engine = open_remote(api_key=key)
 
-    with pytest.raises(InvalidKey, match="does not take this API key") as caught:
+    with pytest.raises(InvalidKey, match="does not take this API key: check api_key=") as caught:
         capture(engine, RAGGED)
 
     assert key not in str(caught.value)
@@ -154,7 +218,7 @@ def test_a_key_that_is_not_taken(open_remote: Open, monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_is_not_served(open_remote: Open, bare_folder: Path, ndif: NdifServer) -> None:
     known = ModelReference("org/other", bare_folder, None, "sha256:of-files")
-    engine = NnsightEngine.load("org/other", remote=ndif.url, reference=known)
+    engine = NnsightEngine.load("org/other", remote=ndif.url, api_key=KEY, reference=known)
 
     said = told(lambda: capture(engine, RAGGED), ModelNotFound)
 
@@ -191,6 +255,21 @@ def test_a_trace_that_gives_nothing_back_is_a_failure(open_remote: Open, monkeyp
     assert "gave nothing back" in told(lambda: capture(open_remote(), RAGGED), EngineFailed)
 
 
+@pytest.mark.parametrize("status", [404, 200])
+def test_an_address_of_something_else_is_told_at_once(
+    open_remote: Open, ndif: NdifServer, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(Handler, "_subscribe", lambda handler: handler._problem(status, "Another service."))
+    engine = open_remote()
+    waits: list[float] = []
+    engine.patience = Patience(pause=waits.append)
+
+    said = told(lambda: capture(engine, RAGGED), InvalidInput)
+
+    assert f"answers, but not as NDIF does (HTTP {status}); check the address" in said
+    assert waits == []
+
+
 def test_nobody_at_the_address(open_remote: Open) -> None:
     engine = open_remote(remote="http://127.0.0.1:9")
     engine.trying(0)
@@ -214,6 +293,7 @@ def test_a_name_and_password_in_the_address_are_not_told(open_remote: Open) -> N
         ({"device": "cuda"}, "device, device_map and quantization are the server's"),
         ({"quantization": "4bit"}, "device, device_map and quantization are the server's"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"remote": False}, "api_key is a server's, and the model runs here"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(open_remote: Open, options: dict[str, Any], message: str) -> None:

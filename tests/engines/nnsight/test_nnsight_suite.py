@@ -16,6 +16,7 @@ from streamtap.testing.ndif_server import NdifServer
 from streamtap.testing.tokenizers import tiny_tokenizer
 
 Engines = Iterator[EngineSubject]
+KEY = "11111111-2222-3333-4444-555555555555"
 
 
 def subject_of(opened: Callable[[], NnsightEngine], model: Any, **more: Any) -> Engines:
@@ -53,11 +54,10 @@ class RemoteSuite(EngineSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def opened(cls, ndif: NdifServer, bare_folder: Path) -> Iterator[Callable[[], NnsightEngine]]:
+    def opened(cls, ndif: NdifServer, bare_folder: Path) -> Callable[[], NnsightEngine]:
         known = ModelReference("org/tiny", bare_folder, None, "sha256:of-files")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NDIF_API_KEY", "11111111-2222-3333-4444-555555555555")
-            yield lambda: NnsightEngine.load("org/tiny", remote=ndif.url, dtype=cls.dtype, reference=known)
+        options: dict[str, Any] = {"remote": ndif.url, "api_key": KEY, "dtype": cls.dtype}
+        return lambda: NnsightEngine.load("org/tiny", reference=known, **options)
 
 
 class TestAsJobs(RemoteSuite):

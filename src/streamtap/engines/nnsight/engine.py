@@ -24,6 +24,7 @@ except ImportError as _error:
 from streamtap.activations import Activations, Provenance
 from streamtap.capture.arrays import to_numpy
 from streamtap.capture.runs import TokenRun
+from streamtap.engines.base import checked_retries
 from streamtap.engines.by_sequence import BySequence, SequenceRows, Wanted
 from streamtap.engines.loading import load_model, provenance_of
 from streamtap.engines.nnsight.in_trace import run_trace
@@ -119,6 +120,7 @@ class NnsightEngine:
         batch_size: int | None = None,
         max_batch_tokens: int | None = None,
         remote: bool | str = False,
+        api_key: str | None = None,
         reference: ModelReference | None = None,
     ) -> NnsightEngine:
         """Load ``model`` here, or with ``remote`` only its tokenizer and config.
@@ -135,10 +137,12 @@ class NnsightEngine:
             max_batch_tokens: As in the class.
             remote: False runs the model here; True on NDIF, with the key in ``NDIF_API_KEY``; ``"http://…"`` on another
                 server that speaks as NDIF does; ``"local"`` here again, each trace serialised as for a server.
+            api_key: The server's key. Another server than NDIF is sent none but this one.
             reference: What ``model`` means, where it was found already.
 
         Raises:
-            InvalidInput: no such model, or an option that means nothing.
+            InvalidInput: no such model, an option that means nothing, or a key for an address where others could read
+                it: plain ``http://`` to another machine.
             MissingAuthorization: ``remote=True``, and no key.
             UnsupportedModel: its decoder blocks were not found.
             MissingExtra: what the format needs is not installed.
@@ -147,7 +151,9 @@ class NnsightEngine:
             if (device, device_map, quantization) != ("auto", None, None):
                 raise InvalidInput("device, device_map and quantization are the server's with remote=; leave them out.")
             limits = _limits(batch_size, max_batch_tokens, _JOB_TOKENS)
-            return cls._elsewhere(model, revision, dtype, attention, remote, reference, limits)
+            return cls._elsewhere(model, revision, dtype, attention, remote, api_key, reference, limits)
+        if api_key is not None:
+            raise InvalidInput("api_key is a server's, and the model runs here; leave it out, or say remote=.")
         loaded = load_model(
             model,
             revision=revision,
@@ -175,23 +181,24 @@ class NnsightEngine:
         dtype: str,
         attention: str | None,
         remote: bool | str,
+        api_key: str | None,
         reference: ModelReference | None,
         limits: Limits,
     ) -> NnsightEngine:
-        found = remote_model(name, revision, dtype, attention, NDIF if remote is True else str(remote), reference)
+        host = NDIF if remote is True else str(remote)
+        found = remote_model(name, revision, dtype, attention, host, reference, api_key)
         engine = cls.__new__(cls)
         engine._set_up(found.tree, found.provenance, found.tokenizer, limits, partial(_as_job, found.place), None)
         return engine
 
-    def trying(self, max_retries: int) -> None:
+    def trying(self, max_retries: int) -> int:
         """Ask a server up to ``max_retries`` times more where the way there or a job fails; see ``AcrossNetwork``.
 
         Raises:
-            InvalidInput: a number below 0.
+            InvalidInput: it is no whole number of at least 0.
         """
-        if max_retries < 0:
-            raise InvalidInput(f"max_retries must be at least 0; got {max_retries}.")
-        self.patience = replace(self.patience, retries=max_retries)
+        before, self.patience = self.patience.retries, replace(self.patience, retries=checked_retries(max_retries))
+        return before
 
     def capture(
         self, prompts: Iterable[PromptLike], spec: CaptureSpec, *, ordered: bool = True
@@ -199,14 +206,15 @@ class NnsightEngine:
         """Rows of ``prompts`` as they are made; see ``Engine.capture``.
 
         Raises:
-            InvalidInput: a prompt, layer or position that cannot be; its index is named.
+            InvalidInput: a prompt, layer or position that cannot be; its index is named. Or what is at the address
+                does not speak as NDIF does.
             Unsupported: logits or perplexity of a model without a head.
             CaptureMissed: a layer did not come whole and finite.
             EngineOutOfMemory: one prompt alone does not fit.
             KeyRefused: the server does not take the key.
             ModelNotFound: the server does not serve the model.
             EngineFailed: a job failed, and so did those that were asked for after it.
-            TransferFailed: so did the way to the server.
+            TransferFailed: so did the way to the server, or what it said could not be read.
         """
         self._open_tree()
         if spec.needs_head and self._module is not None and self._module.get_output_embeddings() is None:
@@ -225,7 +233,7 @@ class NnsightEngine:
         """
         self._open_tree()
         if self._module is None:
-            raise Unsupported(f"the weights of {self.provenance.model} are not on this machine; its commit tells it.")
+            raise Unsupported(f"the weights of {self.provenance.model} are not on this machine.")
         return weights_hash(self._module)
 
     def close(self) -> None:

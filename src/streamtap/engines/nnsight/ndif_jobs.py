@@ -17,6 +17,7 @@ from nnsight.schema.response import Status
 from streamtap.errors import (
     EngineFailed,
     EngineOutOfMemory,
+    InvalidInput,
     InvalidKey,
     MissingAuthorization,
     ModelNotFound,
@@ -27,6 +28,8 @@ from streamtap.errors import (
 
 T = TypeVar("T")
 
+#: What ``asked_of`` tells for what it is.
+_TOLD_APART = (RemoteError, httpx.HTTPError, websocket.WebSocketException, OSError)
 #: Where a key comes from.
 LOGIN = "https://login.ndif.us"
 _CONNECT_SECONDS = 30.0
@@ -40,12 +43,16 @@ _OF_A_KEY = ("api key", "api-key")
 
 @dataclass(frozen=True)
 class NdifPlace:
-    """Where jobs go: ``host`` is ``http(s)://…``; ``model_key`` and ``environment`` say what runs them, and how."""
+    """Where jobs go: ``host`` is ``http(s)://…``; ``model_key`` and ``environment`` say what runs them, and how.
+
+    ``is_ndif`` tells NDIF itself, whose key the environment has, from other servers, whose key a caller gives.
+    """
 
     host: str
     model_key: str
     environment: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = field(default=None, repr=False)
+    is_ndif: bool = True
 
     @property
     def name(self) -> str:
@@ -64,23 +71,54 @@ class NdifJob(RemoteBackend):  # type: ignore[misc]
     """Runs one trace at ``place``: quietly, where nnsight's own draws a status line, and never waiting for ever."""
 
     def __init__(self, place: NdifPlace) -> None:
-        super().__init__(place.model_key, host=place.host, api_key=place.api_key, env=dict(place.environment))
+        super().__init__(place.model_key, host=place.host, env=dict(place.environment))
+        self.api_key = place.api_key or ""  # where it is given none, nnsight takes NDIF's, for any server
         self.display.enabled = False
+        self._place = place
 
     def request(self, request: Any, tracer: Any) -> Any:
         """Send the trace, and give what it saved once the job is done; its word comes over one socket."""
         blob = self._serialize(tracer)
+        with _Reading(self._place):
+            return self._saved(request, blob)
+
+    def _saved(self, request: Any, blob: bytes) -> Any:
         header = {"ndif-api-key": self.api_key} if self.api_key else None
-        socket = websocket.create_connection(f"{self.ws_host}/subscribe", header=header, timeout=_CONNECT_SECONDS)
+        socket = websocket.create_connection(
+            f"{self.ws_host}/subscribe",
+            timeout=_CONNECT_SECONDS,
+            header=header,
+            redirect_limit=0,  # another server would be told the key, too
+        )
         with closing(socket):
-            request.session_id = json.loads(socket.recv())["session_id"]
+            request.session_id = json.loads(_said(socket.recv()))["session_id"]
             self.send(request, blob)
             socket.settimeout(_PING_SECONDS)
             while True:
-                response = self.parse(_next_word(socket))
+                response = self.parse(_said(_next_word(socket)))
                 saved = self.handle(response)
                 if response.status == Status.COMPLETED:
                     return saved
+
+
+class _Reading:
+    """Around all that ``place`` says: what cannot be read is told as that.
+
+    No ``except``, since bytes that mean nothing come out of zstd and torch as plain ``Exception``.
+    """
+
+    def __init__(self, place: NdifPlace) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _TOLD_APART):
+            raise TransferFailed(
+                f"{self._place.name} answered with what cannot be read ({type(error).__name__}); is it NDIF, or a "
+                "server that speaks as NDIF does?"
+            ) from _shown(self._place, error)
 
 
 def asked_of(place: NdifPlace, ask: Callable[[], T]) -> T:
@@ -89,17 +127,17 @@ def asked_of(place: NdifPlace, ask: Callable[[], T]) -> T:
     Raises:
         MissingAuthorization: it wants a key.
         InvalidKey: it does not take this one.
+        InvalidInput: at this address is something else.
         ModelNotFound: it does not serve the model.
         Unsupported: it does not take a request of this release of nnsight.
         EngineOutOfMemory: the job did not fit there.
         EngineFailed: the job failed.
-        TransferFailed: the way there failed, or it is not serving now.
+        TransferFailed: the way there failed, what came cannot be read, or it is not serving now.
     """
     try:
         return ask()
     except RemoteError as error:
-        quotes_key = place.api_key is not None and place.api_key in str(error)
-        raise _told(place, error) from (None if quotes_key else error)
+        raise _told(place, error) from _shown(place, error)
     except websocket.WebSocketBadStatusException as error:
         raise _refused(place, error.status_code, "") from error
     except httpx.HTTPStatusError as error:
@@ -108,6 +146,18 @@ def asked_of(place: NdifPlace, ask: Callable[[], T]) -> T:
         ) from error
     except (httpx.HTTPError, websocket.WebSocketException, OSError) as error:
         raise _unreached(place, error) from error
+
+
+def _shown(place: NdifPlace, error: Exception) -> Exception | None:
+    """``error`` as the cause of ours, unless it quotes the key."""
+    return None if place.api_key and place.api_key in str(error) else error
+
+
+def _said(word: Any) -> Any:
+    """``word``; nothing at all is how a socket tells that the server said goodbye."""
+    if not word:
+        raise websocket.WebSocketConnectionClosedException("the server closed the connection")
+    return word
 
 
 def _next_word(socket: Any) -> Any:
@@ -136,14 +186,16 @@ def _told(place: NdifPlace, error: RemoteError) -> StreamtapError:
 def _refused(place: NdifPlace, status: int, said: str) -> StreamtapError:
     """The error of an answer that is no good; ``said`` may quote the key, and is not repeated where it is about one."""
     if status == 401 and not place.api_key:
-        return MissingAuthorization(f"{place.name} wants an API key: set NDIF_API_KEY; {LOGIN} gives one.")
+        way = f"set NDIF_API_KEY; {LOGIN} gives one" if place.is_ndif else "pass api_key=; NDIF's goes to NDIF alone"
+        return MissingAuthorization(f"{place.name} wants an API key: {way}.")
     if status in (401, 403) or (status == 400 and any(words in said.lower() for words in _OF_A_KEY)):
-        return InvalidKey(f"{place.name} does not take this API key: check NDIF_API_KEY; {LOGIN} gives another.")
+        way = f"NDIF_API_KEY; {LOGIN} gives another" if place.is_ndif else "api_key="
+        return InvalidKey(f"{place.name} does not take this API key: check {way}.")
     reason = _reason(place, said) or f"HTTP {status}"
     if status in (400, 422):
         return Unsupported(f"{place.name} does not take this request: {reason}")
-    if status == 404:
-        return TransferFailed(f"{place.name} answers, but not as NDIF does (HTTP 404); check the address.")
+    if status == 404 or status < 400:
+        return InvalidInput(f"{place.name} answers, but not as NDIF does (HTTP {status}); check the address.")
     return TransferFailed(f"{place.name} is not serving now: {reason}")
 
 

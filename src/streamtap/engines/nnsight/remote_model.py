@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import nnsight
 from nnsight.schema.config import CONFIG
@@ -40,6 +42,7 @@ def remote_model(
     attention: str | None,
     host: str,
     reference: ModelReference | None = None,
+    api_key: str | None = None,
 ) -> RemoteModel:
     """Read the small files of ``name``, fetched from the Hub if need be; no weights are read or fetched.
 
@@ -50,13 +53,17 @@ def remote_model(
         attention: Attention kernel that the server is asked to use.
         host: ``NDIF`` or ``http(s)://…``.
         reference: What ``name`` means on this machine, where it was found already.
+        api_key: The server's; without it NDIF gets that of the environment, or of nnsight, and another server none.
 
     Raises:
-        InvalidInput: no such model, or a dtype, host or name that means nothing.
+        InvalidInput: no such model, a dtype, host or name that means nothing, or a key that others could read.
         MissingAuthorization: NDIF is asked without a key.
         UnsupportedModel: it is no causal language model whose decoder blocks are found.
     """
-    address, key = _address(host), Settings.from_environment().ndif_api_key or CONFIG.API.APIKEY
+    address = _address(host)
+    is_ndif = address == _address(NDIF)
+    key = (api_key or "").strip() or (_ndif_key() if is_ndif else None)
+    _check_way(address, key)
     if host == NDIF:
         _check_ndif(name, key)
     if dtype not in _DTYPES:
@@ -66,10 +73,10 @@ def remote_model(
     assert folder is not None
     tree = tree_without_weights(folder, name, about.tokenizer.tokenizer, attention)
     environment = tree.model._remoteable_get_env()
-    place = NdifPlace(address, model_key(name, revision), environment, key)
+    place = NdifPlace(address, model_key(name, revision), environment, key, is_ndif)
     provenance = Provenance(
         model=name,
-        commit=about.reference.commit or "unknown",
+        commit=_commit_there(about.reference, revision),
         tokenizer=about.tokenizer_print,
         dtype=_DTYPES[dtype],
         attention=environment.get("attn_implementation"),
@@ -88,6 +95,31 @@ def _address(host: str) -> str:
     if not host.startswith(("http://", "https://")):
         raise InvalidInput(f"remote must be True, False, 'local' or http(s)://…; got {host!r}.")
     return host.rstrip("/")
+
+
+def _ndif_key() -> str | None:
+    return Settings.from_environment().ndif_api_key or CONFIG.API.APIKEY
+
+
+def _check_way(address: str, key: str | None) -> None:
+    parts = urlsplit(address)
+    if key and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+        raise InvalidInput(
+            f"{parts.hostname} is asked over plain http, where others could read the API key; give an https:// address."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def _commit_there(reference: ModelReference, revision: str | None) -> str:
+    """What the rows are filed under: a commit of the Hub only where it was asked for, for else the server chooses."""
+    commit = reference.commit or "unknown"
+    return f"ndif:{reference.name}@{revision or 'main'}" if reference.is_hub and commit != revision else commit
 
 
 def _check_ndif(name: str, key: str | None) -> None:

@@ -20,27 +20,11 @@ from streamtap.cli.main import main
 from streamtap.engines.opening import BACKENDS
 from streamtap.pooling import POOLINGS
 from streamtap.testing.fake_engine import FakeEngine
-from streamtap.testing.models import tiny_model
 from streamtap.testing.tokenizers import tiny_tokenizer
 from streamtap.workbench.prompt_files import FORMATS
 from streamtap.workbench.unified_cache import UnifiedCache
 
 PROMPTS = ["The cat sat on the mat.", "Hello there", "A third prompt"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(PROMPTS) + "\n")
-    return path
 
 
 def _run(model: str, file: Path | str, *options: str, cache: Path, **more: Any) -> Result:

@@ -15,25 +15,8 @@ from streamtap.engines.base import Engine
 from streamtap.errors import InvalidInput
 from streamtap.harvest import local
 from streamtap.harvested.reader import HarvestedRun
-from streamtap.testing.models import tiny_model
-from streamtap.testing.tokenizers import tiny_tokenizer
 
 PROMPTS = [f"The cat number {i} sat on the mat{'.' * (i % 5)}" for i in range(20)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(PROMPTS) + "\n")
-    return path
 
 
 def _run(model: str, file: Path, *options: str, out: Path) -> Result:

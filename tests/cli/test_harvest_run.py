@@ -32,26 +32,9 @@ from streamtap.harvest.rows_done import RunProgress
 from streamtap.harvested.reader import HarvestedRun
 from streamtap.pooling import POOLINGS
 from streamtap.spec import CaptureSpec
-from streamtap.testing.models import tiny_model
-from streamtap.testing.tokenizers import tiny_tokenizer
 from streamtap.workbench.prompt_files import FORMATS
 
 PROMPTS = [f"The cat number {i} sat on the mat{'.' * (i % 5)}" for i in range(20)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(PROMPTS) + "\n")
-    return path
 
 
 def _run(model: str, file: Path | str, *options: str, out: Path, **more: Any) -> Result:

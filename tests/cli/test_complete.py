@@ -18,8 +18,6 @@ from streamtap.cli.main import main
 from streamtap.completion import Delta, Event, Finished
 from streamtap.errors import InvalidInput
 from streamtap.testing.fake_completer import FakeCompleter
-from streamtap.testing.models import tiny_model
-from streamtap.testing.tokenizers import tiny_tokenizer
 from streamtap.wire import sse
 from streamtap.wire.answers import json_answer
 from streamtap.wire.errors import error_body
@@ -97,14 +95,6 @@ def server(running: _Server, monkeypatch: pytest.MonkeyPatch) -> _Server:
     monkeypatch.setenv("STREAMTAP_API_BASE", running.base)
     monkeypatch.setenv("STREAMTAP_API_KEY", KEY)
     return running
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 def _run(*arguments: Any, **more: Any) -> Result:

@@ -21,14 +21,6 @@ from streamtap.workbench.demo import FEWEST_STATEMENTS, run_demo, some_statement
 from streamtap.workbench.statements import load_statements
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 def _run(*options: str, cache: Path) -> Result:
     return CliRunner().invoke(main, ["demo", *options], env={"STREAMTAP_CACHE_DIR": str(cache)})
 

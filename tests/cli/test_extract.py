@@ -69,9 +69,9 @@ def test_rows_are_those_of_the_cache(model: str, file: Path, tmp_path: Path) -> 
     assert re.search(rf"^wrote 4 files, [\d.]+ kB, to {re.escape(str(tmp_path / 'out'))}$", result.stdout, re.MULTILINE)
 
 
-def test_every_option_reaches_the_cache(
-    model: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the cache is opened with."""
     asked: dict[str, Any] = {}
     wrapped = UnifiedCache.__init__
 
@@ -80,6 +80,10 @@ def test_every_option_reaches_the_cache(
         wrapped(self, **options)
 
     monkeypatch.setattr(UnifiedCache, "__init__", record)
+    return asked
+
+
+def test_every_option_reaches_the_cache(model: str, file: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
     options = (
         "--layers -1 --pooling mean --positions 0,2,-1 --exclude-special-tokens --no-perplexity --logits all --top-k 4 "
         "--truncate left --generation-prompt --exact --dtype float32 --device cpu --batch-size 2 --max-batch-tokens 64"
@@ -113,21 +117,13 @@ def test_what_runs_the_model_reaches_the_cache(tmp_path: Path) -> None:
 
 
 def test_what_loading_has_by_itself_is_no_option_of_the_engine(
-    model: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, file: Path, tmp_path: Path, asked: dict[str, Any]
 ) -> None:
     for given, place in (("dtype=float32", "--dtype"), ("max_batch_tokens=9", "--max-batch-tokens")):
         refused = _run(model, file, "--engine-option", given, cache=tmp_path / "cache")
         assert refused.exit_code == 2
         assert f"{given.partition('=')[0]} goes with {place}." in refused.stderr
 
-    asked: dict[str, Any] = {}
-    wrapped = UnifiedCache.__init__
-
-    def record(self: UnifiedCache, **options: Any) -> None:
-        asked.update(options)
-        wrapped(self, **options)
-
-    monkeypatch.setattr(UnifiedCache, "__init__", record)
     options = "--engine-option attention=eager --engine-option share_prefixes=false"
     result = _run(model, file, *shlex.split(options), cache=tmp_path / "cache")
 

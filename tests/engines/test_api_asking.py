@@ -53,21 +53,6 @@ def service(tmp_path: Path) -> Watched:
 
 
 @pytest.fixture
-def load(service: Watched) -> Iterator[Load]:
-    opened = []
-
-    def loaded(**options: Any) -> ApiEngine:
-        tokenizer = PromptTokenizer(None, context_length=2048, vocabulary=VOCABULARY)
-        named = {"api_base": BASE, "client": service.client(), "tokenizer": tokenizer, "first_pause_seconds": 0.001}
-        opened.append(ApiEngine.load(MODEL, **{**named, **options}))
-        return opened[-1]
-
-    yield loaded
-    for engine in opened:
-        engine.close()
-
-
-@pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No thread may end by a fault."""
     told: list[Any] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,8 +43,7 @@ from streamtap.errors import (
 )
 from streamtap.testing.characters import VOCABULARY, CharacterTokenizer
 from streamtap.testing.fake_completer import FakeCompleter
-from streamtap.testing.stub_harvests import MODEL
-from streamtap.testing.stub_service import BASE, EXTENSIONS, StubService
+from streamtap.testing.stub_service import EXTENSIONS, StubService
 from streamtap.wire.errors import error_body
 
 PROMPT = (5, 40, 41, 42)
@@ -68,18 +67,8 @@ def service(tmp_path: Path) -> StubService:
 
 
 @pytest.fixture
-def load(service: StubService) -> Iterator[Load]:
-    opened = []
-
-    def loaded(**options: Any) -> ApiEngine:
-        tokenizer = PromptTokenizer(NamedCharacters(), context_length=CONTEXT, vocabulary=VOCABULARY)
-        named = {"api_base": BASE, "client": service.client(), "tokenizer": tokenizer, "first_pause_seconds": 0.001}
-        opened.append(ApiEngine.load(MODEL, **{**named, **options}))
-        return opened[-1]
-
-    yield loaded
-    for engine in opened:
-        engine.close()
+def loading() -> dict[str, Any]:
+    return {"tokenizer": PromptTokenizer(NamedCharacters(), context_length=CONTEXT, vocabulary=VOCABULARY)}
 
 
 def alone(service: StubService, request: CompletionRequest) -> Finished:

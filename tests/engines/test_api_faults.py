@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from streamtap.activations import Activations, join
 from streamtap.engines.api import ApiEngine
 from streamtap.engines.api_lanes import Insistence, Lanes
 from streamtap.engines.base import AcrossNetwork
-from streamtap.engines.tokenizing import PromptTokenizer
 from streamtap.errors import (
     AccessDenied,
     ActivationQuotaExceeded,
@@ -29,9 +28,7 @@ from streamtap.errors import (
     TransferFailed,
 )
 from streamtap.spec import CaptureSpec
-from streamtap.testing.characters import VOCABULARY
-from streamtap.testing.stub_harvests import MODEL
-from streamtap.testing.stub_service import BASE, StubService
+from streamtap.testing.stub_service import StubService
 from streamtap.wire.errors import error_body
 
 PROMPTS = [[5 + i, 6, 7][: 2 + i % 2] for i in range(30)]
@@ -41,21 +38,6 @@ Load = Callable[..., ApiEngine]
 @pytest.fixture
 def service(tmp_path: Path) -> StubService:
     return StubService(tmp_path / "server")
-
-
-@pytest.fixture
-def load(service: StubService) -> Iterator[Load]:
-    opened = []
-
-    def loaded(**options: Any) -> ApiEngine:
-        tokenizer = PromptTokenizer(None, context_length=2048, vocabulary=VOCABULARY)
-        named = {"api_base": BASE, "client": service.client(), "tokenizer": tokenizer, "first_pause_seconds": 0.001}
-        opened.append(ApiEngine.load(MODEL, **{**named, **options}))
-        return opened[-1]
-
-    yield loaded
-    for engine in opened:
-        engine.close()
 
 
 def capture(engine: ApiEngine, prompts: Any = PROMPTS, **spec: Any) -> Activations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from streamtap.pooling import pool
 from streamtap.spec import CaptureSpec, Prompt
 from streamtap.testing.characters import VOCABULARY, CharacterTokenizer
 from streamtap.testing.fake_text import log_of
-from streamtap.testing.stub_harvests import MODEL
-from streamtap.testing.stub_service import BASE, StubService
+from streamtap.testing.stub_service import StubService
 from streamtap.wire.errors import error_body
 
 PROMPTS = [[5 + i % 80, 6, 7 + i // 80][: 2 + i % 2] + [8] * (i % 3) for i in range(40)]
@@ -36,18 +35,11 @@ def service(tmp_path: Path) -> StubService:
 
 
 @pytest.fixture
-def load(service: StubService) -> Iterator[Load]:
-    opened = []
-
-    def loaded(**options: Any) -> ApiEngine:
-        tokenizer = PromptTokenizer(CharacterTokenizer(), context_length=2048, vocabulary=VOCABULARY)
-        named = {"api_base": BASE, "client": service.client(), "tokenizer": tokenizer, "first_pause_seconds": 0.001}
-        opened.append(ApiEngine.load(MODEL, **{"harvest_from": 20, **named, **options}))
-        return opened[-1]
-
-    yield loaded
-    for engine in opened:
-        engine.close()
+def loading() -> dict[str, Any]:
+    return {
+        "tokenizer": PromptTokenizer(CharacterTokenizer(), context_length=2048, vocabulary=VOCABULARY),
+        "harvest_from": 20,
+    }
 
 
 def capture(engine: ApiEngine, prompts: Any = PROMPTS, **spec: Any) -> Activations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from streamtap.testing.characters import VOCABULARY, CharacterTokenizer
 from streamtap.testing.fake_completer import FakeCompleter
 from streamtap.testing.fake_text import log_of
 from streamtap.testing.stub_harvests import MODEL
-from streamtap.testing.stub_service import BASE, EXTENSIONS, StubService
+from streamtap.testing.stub_service import EXTENSIONS, StubService
 
 CONTEXT = 64
 PROMPTS = ["The sky is", "blue", "or grey, at times"]
@@ -41,18 +41,8 @@ def service(tmp_path: Path) -> StubService:
 
 
 @pytest.fixture
-def load(service: StubService) -> Iterator[Load]:
-    opened = []
-
-    def loaded(**options: Any) -> ApiEngine:
-        tokenizer = PromptTokenizer(CharacterTokenizer(), context_length=CONTEXT, vocabulary=VOCABULARY)
-        named = {"api_base": BASE, "client": service.client(), "tokenizer": tokenizer, "first_pause_seconds": 0.001}
-        opened.append(ApiEngine.load(MODEL, **{**named, **options}))
-        return opened[-1]
-
-    yield loaded
-    for engine in opened:
-        engine.close()
+def loading() -> dict[str, Any]:
+    return {"tokenizer": PromptTokenizer(CharacterTokenizer(), context_length=CONTEXT, vocabulary=VOCABULARY)}
 
 
 def capture(engine: ApiEngine, prompts: Any = PROMPTS, **spec: Any) -> Activations:

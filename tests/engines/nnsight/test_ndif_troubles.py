@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import logging
+import re
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +21,7 @@ from streamtap.activations import Activations, join
 from streamtap.engines.nnsight import engine as engine_module
 from streamtap.engines.nnsight import ndif_jobs
 from streamtap.engines.nnsight.engine import NnsightEngine
-from streamtap.engines.nnsight.patience import Patience
+from streamtap.engines.nnsight.patience import Patience, unmiscounted
 from streamtap.engines.opening import load_engine
 from streamtap.engines.references import ModelReference
 from streamtap.errors import (
@@ -72,6 +76,41 @@ def test_what_fails_for_a_while_is_asked_again_later_and_later(
 
     assert waits == [1.0, 2.0, 4.0]
     assert worst_row_error(acts.prompt(3)[2], plain_rows(model, RAGGED[3])[2]) <= 5e-5
+
+
+def test_another_thread_that_parses_meanwhile_costs_no_wait(
+    open_remote: Open, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 loses count of the depth of a tree where two threads parse at once, as formatting an error does."""
+    engine = open_remote(dtype="float32")
+    waits: list[float] = []
+    engine.patience = Patience(pause=waits.append)
+    parse, here, parsed = ast.parse, threading.current_thread(), itertools.count()
+
+    def parse_that_loses_count(*arguments: Any, **options: Any) -> ast.AST:
+        if threading.current_thread() is here and next(parsed) % 2 == 0:
+            raise SystemError("AST constructor recursion depth mismatch (before=213, after=34)")
+        return parse(*arguments, **options)
+
+    with monkeypatch.context() as patch:  # pytest parses, too, to tell of a failure
+        patch.setattr(ast, "parse", parse_that_loses_count)
+        acts = capture(engine, RAGGED)
+
+    assert next(parsed) >= 2
+    assert waits == []
+    assert worst_row_error(acts.prompt(3)[2], plain_rows(model, RAGGED[3])[2]) <= 5e-5
+
+
+@pytest.mark.parametrize("said", ["AST constructor recursion depth mismatch (before=2, after=1)", "something else"])
+def test_a_fault_of_python_that_stays_is_told(said: str) -> None:
+    def ask() -> None:
+        asked.append(1)
+        raise SystemError(said)
+
+    asked: list[int] = []
+    with pytest.raises(SystemError, match=re.escape(said)):
+        unmiscounted(ask)
+    assert (len(asked) > 1) == said.startswith("AST")
 
 
 def test_max_retries_is_how_often(open_remote: Open, ndif: NdifServer) -> None:

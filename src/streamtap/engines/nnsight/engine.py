@@ -29,7 +29,7 @@ from streamtap.engines.by_sequence import BySequence, SequenceRows, Wanted
 from streamtap.engines.loading import load_model, provenance_of
 from streamtap.engines.nnsight.in_trace import run_trace
 from streamtap.engines.nnsight.ndif_jobs import NdifJob, NdifPlace, asked_of
-from streamtap.engines.nnsight.patience import Patience
+from streamtap.engines.nnsight.patience import Patience, unmiscounted
 from streamtap.engines.nnsight.remote_model import NDIF, remote_model
 from streamtap.engines.nnsight.traces import Limits, Sizes, cut_traces, plan_trace, read_trace
 from streamtap.engines.nnsight.wrapping import Tree, tree_over
@@ -280,9 +280,12 @@ class NnsightEngine:
             return read_trace(_NOTHING, runs, wanted, self._sizes)
         dtype = getattr(torch, self.provenance.dtype)
 
+        def run(backend: Any) -> Any:
+            return unmiscounted(lambda: run_trace(tree.model, blocks, dtype, backend, **trace.arguments()))
+
         def ask() -> Any:
             with self._lock, torch.no_grad():
-                return self._runner(lambda backend: run_trace(tree.model, blocks, dtype, backend, **trace.arguments()))
+                return self._runner(run)
 
         packed = self.patience.asking(ask)
         if not isinstance(packed, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Asking again, later and later, where the way to a server fails."""
+"""Asking again: later and later where the way to a server fails, at once where Python lost count."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 60.0
+# Before 3.12 two threads that parse at the same time share one count of the depth; formatting an error parses, too.
+_LOST_COUNT, _PARSES = "AST constructor recursion depth mismatch", 50
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,17 @@ class Patience:
                 _LOG.warning("%s; asking again in %.0f s, %d of %d", error, wait, asked + 1, self.retries)
             self.pause(wait)
         return ask()
+
+
+def unmiscounted(ask: Callable[[], T]) -> T:
+    """What ``ask`` gives, which parses source: once more where another thread parsed meanwhile and Python lost count.
+
+    The fault is CPython's: https://github.com/python/cpython/issues/106905.
+    """
+    for _ in range(_PARSES - 1):
+        try:
+            return ask()
+        except SystemError as error:
+            if _LOST_COUNT not in str(error):
+                raise
+    return ask()

@@ -201,7 +201,7 @@ def test_a_binary_answer_cannot_wait_for_a_start(tmp_path: Path) -> None:
         assert not call.task.done()
         await clock.advance(0.1)
         answer = await call.answer()
-        assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "modal_cold_boot", "30")
+        assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "modal_cold_boot", "5")
         assert answer.headers["content-type"] == "application/json"
 
     _cold(tmp_path, act)

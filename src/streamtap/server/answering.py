@@ -15,8 +15,8 @@ from streamtap.server.config import Timing
 from streamtap.server.stopping import Stopping
 from streamtap.server.surface.reply import Reply
 
-#: When a client may ask again for an engine that is being started, in seconds.
-_RETRY_SECONDS = 30
+#: When a client may ask again, in seconds: after the deadline, and while an engine starts, of which many take few.
+_RETRY_SECONDS, _START_RETRY_SECONDS = 30, 5
 #: How often a binary answer, which cannot be kept alive, is looked at while it waits, in seconds.
 _LOOK_SECONDS = 1.0
 _LONG_SECONDS = 3600.0
@@ -94,18 +94,19 @@ class Answering:
             self.engine_was_late = self.stage == "running"
             self.end(self._too_late())
         elif self._reply.kind == "binary" and self.stage == "starting" and now >= self._first_answer:
-            self.end(_cold("the model's engine is starting, and a binary answer cannot wait for it"))
+            why = "the model's engine is starting, and a binary answer cannot wait for it"
+            self.end(_cold(why, _START_RETRY_SECONDS))
         elif now >= self._reply.silent_until():
             await self._reply.keep_alive()
 
     def _too_late(self) -> StreamtapError:
         what = "the model's engine did not answer" if self.stage == "running" else "the model's engine was not ready"
-        return _cold(f"{what} within {self._timing.deadline_seconds:g} seconds")
+        return _cold(f"{what} within {self._timing.deadline_seconds:g} seconds", _RETRY_SECONDS)
 
 
-def _cold(what: str) -> ColdStart:
-    error = ColdStart(f"{what}; send the request again in {_RETRY_SECONDS} seconds.")
-    error.retry_after_seconds = _RETRY_SECONDS
+def _cold(what: str, retry_seconds: int) -> ColdStart:
+    error = ColdStart(f"{what}; send the request again in {retry_seconds} seconds.")
+    error.retry_after_seconds = retry_seconds
     return error
 
 

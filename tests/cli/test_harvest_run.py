@@ -230,6 +230,13 @@ def test_what_cannot_be_is_one_sentence_and_leaves_no_run(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_a_place_that_takes_no_files_is_told_before_a_model_is_read(file: Path) -> None:
+    result = _run("no/such-model", file, out=file / "run")
+
+    assert result.exit_code == 2
+    assert f"{file}/run cannot be written to ({file} is a file); name a folder of yours." in result.output
+
+
 def test_a_blank_line_is_refused_as_a_prompt(model: str, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a\n\nb\n")

@@ -140,8 +140,9 @@ class HarvestUser:
     def __init__(self, stub: StubHarvests, is_async: bool, runner: asyncio.Runner) -> None:
         self.stub, self.clock, self._runner = stub, HarvestClock(), runner
         self.fails: list[Exception] = []
+        self.waited_out: list[Exception] = []
         transport = httpx2.MockTransport(self._handle)
-        retries = Retries(now=lambda: self.clock.now)
+        retries = Retries(now=lambda: self.clock.now, waiting=self.waited_out.append)
         options: dict[str, Any] = {"transport": transport, "retries": retries}
         if is_async:
             self.client: Any = AsyncClient("http://server/v1", KEY, sleep=self.clock.sleep_awaiting, **options)

@@ -233,6 +233,7 @@ def test_a_wait_outlasts_a_server_that_is_away(user: Any) -> None:
 
     assert user(job.wait()).known.state == "done"
     assert user.fails == []
+    assert len(user.waited_out) == 12 + 2
 
 
 def test_a_wait_gives_a_server_up_that_stays_away(user: Any) -> None:

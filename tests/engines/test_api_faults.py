@@ -15,6 +15,7 @@ import pytest
 
 from streamtap.activations import Activations, join
 from streamtap.engines.api import ApiEngine
+from streamtap.engines.api_asking import Outages
 from streamtap.engines.api_lanes import Insistence, Lanes
 from streamtap.engines.base import AcrossNetwork
 from streamtap.errors import (
@@ -28,7 +29,7 @@ from streamtap.errors import (
     TransferFailed,
 )
 from streamtap.spec import CaptureSpec
-from streamtap.testing.stub_service import StubService
+from streamtap.testing.stub_service import BASE, StubService
 from streamtap.wire.errors import error_body
 
 PROMPTS = [[5 + i, 6, 7][: 2 + i % 2] for i in range(30)]
@@ -90,6 +91,30 @@ def test_what_breaks_on_its_way_is_asked_again(service: StubService, load: Load)
     assert failing.failed == 25
     assert _is_whole(acts, service), "nothing twice, nothing missing"
     assert len(service.asked) == 30
+
+
+def test_whoever_waits_for_a_service_is_told_once(
+    service: StubService, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.before = Failing("/v1/completions", httpx2.ConnectError("refused"), times=25)
+
+    capture(load())
+
+    assert caplog.messages == [
+        f"waiting for the service: {BASE} cannot be reached (refused); is the server running there?"
+    ]
+
+
+def test_a_long_wait_is_told_of_every_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter([0.0, 0.0, 14.9, 15.0, 15.0, 20.0])
+    outages = Outages(now=lambda: next(seconds))
+
+    for name in ("first", "soon after", "later", "soon after that"):
+        outages.waited_out(TransferFailed(f"{name}."))
+    outages.note(InvalidInput("its own fault."))
+
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["first.", "later."]
+    assert outages.count == 4
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=["refused", "reset", "closed", "cut", "engine"])

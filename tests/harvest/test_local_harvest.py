@@ -220,3 +220,10 @@ def test_one_prompt_is_not_several(tmp_path: Path, prompts: Any) -> None:
     with pytest.raises(InvalidInput, match="prompts must be several; got .* Wrap it"):
         harvest_prompts(prompts, engine=FakeEngine(), out=tmp_path / "run")
     assert len(harvest_prompts([prompts], engine=FakeEngine(), out=tmp_path / "run")) == 1
+
+
+def test_a_place_that_takes_no_files_is_told_before_a_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+
+    with pytest.raises(InvalidInput, match="run cannot be written to"):
+        harvest_prompts(["a"], model="no/such-model", out=tmp_path / "file" / "run")

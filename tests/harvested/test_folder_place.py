@@ -152,6 +152,22 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
         FolderPlace(tmp_path / "file" / "run").put("x", b"")
 
 
+def test_a_place_is_looked_at_before_anything_is_made(
+    place: FolderPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    before = sorted(tmp_path.rglob("*"))
+
+    place.check()
+    with pytest.raises(InvalidInput, match=r"run cannot be written to \(.*file is a file\); name a folder of yours"):
+        FolderPlace(tmp_path / "file" / "run").check()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(InvalidInput, match=r"run cannot be written to \(.* takes no files of this user\)"):
+        FolderPlace(tmp_path / "new" / "run").check()
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc/passwd", ".x.part", "a\0b", "a\nb", "ä"])
 def test_a_name_that_leads_elsewhere_is_refused(place: FolderPlace, finished: Path, name: str) -> None:
     asks: list[Any] = [place.get, place.size, place.delete, lambda name: place.put(name, b"")]

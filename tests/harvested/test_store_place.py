@@ -104,7 +104,7 @@ def _status_and_body(response: httpx2.Response) -> tuple[int, bytes]:
 
 def test_a_bucket_that_is_not_there(s3_url: str) -> None:
     with pytest.raises(InvalidInput, match="s3://no-such-bucket is not there; make it first"):
-        StorePlace("s3://no-such-bucket/run", retry_seconds=1).names()
+        StorePlace("s3://no-such-bucket/run", retry_seconds=1).check()
 
 
 def test_wrong_keys_are_not_waited_for(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,9 @@ def _harvest(
 ) -> None:
     from streamtap.cli.harvest_bar import harvest_bar
     from streamtap.harvest.local import OnCluster, harvest_prompts
+    from streamtap.harvested.opening import open_place
 
+    open_place(out).check()
     loading, model = options.pop("loading"), options.pop("model")
     with ExitStack() as held:
         where: dict[str, Any]

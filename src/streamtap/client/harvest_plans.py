@@ -242,6 +242,7 @@ class _Patience:
         gone = self._retries.now() - self._since + wait
         if not error.retryable or gone > self._retries.patience_seconds:
             raise error
+        self._retries.waiting(error)
         self._next = min(self._next * 2, _LARGEST_BACKOFF_SECONDS)
         return wait
 

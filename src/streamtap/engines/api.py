@@ -104,8 +104,9 @@ class ApiEngine:
         self.last_way = ""
         self._client, self._owns_client = client, owns_client
         self._harvest_from = harvest_from if told.harvests and dtype == "bfloat16" else None
-        self._insistence = Insistence(checked_retries(max_retries), first_pause_seconds)
-        self._asking = Asking(client, told, self._insistence, outages or Outages())
+        outages = outages or Outages()
+        self._insistence = Insistence(checked_retries(max_retries), first_pause_seconds, outages.tell)
+        self._asking = Asking(client, told, self._insistence, outages)
         self._lanes = Lanes(told.at_once)
         self._inline = Inline(client, told, dtype, self._lanes, self._asking)
         self._bulk = Bulk(client, replace(told, hidden=self.provenance.hidden), self._asking)
@@ -155,7 +156,7 @@ class ApiEngine:
         address = find_address(api_base, api_key if client is None else "none", Settings.from_environment())
         outages = Outages()
         # A connection that fails is ours to try again, where pauses can be ended.
-        patience = replace(PATIENT, connects=0, waiting=outages.note)
+        patience = replace(PATIENT, connects=0, waiting=outages.waited_out)
         asks = client or Client(address.base, address.key, retries=patience)
         with ExitStack() as undo:
             if client is None:

@@ -7,7 +7,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -19,6 +22,9 @@ from streamtap.errors import EngineFailed, NotServing, StreamtapError, TransferF
 
 R = TypeVar("R")
 
+_LOG = logging.getLogger(__name__)
+#: Many requests find a service away at once, and each asks again.
+_TOLD_EVERY_SECONDS = 15.0
 #: After these it may be another service, or another engine, that answers.
 _AWAY = (TransferFailed, NotServing, EngineFailed)
 #: What reading an answer that is not of the shape that was expected comes to.
@@ -26,10 +32,11 @@ _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
 class Outages:
-    """How often a service was found away."""
+    """How often a service was found away; whoever waits for it is told so, now and then, by ``now``'s seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
+        self._now, self._tell_at = now, -math.inf
         self._lock = threading.Lock()
 
     def note(self, error: StreamtapError) -> None:
@@ -37,6 +44,20 @@ class Outages:
         if isinstance(error, _AWAY):
             with self._lock:
                 self.count += 1
+
+    def waited_out(self, error: StreamtapError) -> None:
+        """Note ``error``, which is waited out, and tell of it."""
+        self.note(error)
+        self.tell(error)
+
+    def tell(self, error: StreamtapError) -> None:
+        """Tell that ``error`` is waited out, unless that was told a moment ago."""
+        with self._lock:
+            is_due = self._now() >= self._tell_at
+            if is_due:
+                self._tell_at = self._now() + _TOLD_EVERY_SECONDS
+        if is_due:
+            _LOG.warning("waiting for the service: %s", error)
 
 
 class Asking:

@@ -34,10 +34,14 @@ _LARGEST_PAUSE_SECONDS = 15.0
 
 @dataclass
 class Insistence:
-    """Asks again, up to ``max_retries`` times, with twice the pause each time; ``first_seconds`` is the first one."""
+    """Asks again, up to ``max_retries`` times, with twice the pause each time; ``first_seconds`` is the first one.
+
+    ``waiting`` is called with each error that is waited out.
+    """
 
     max_retries: int
     first_seconds: float = 0.5
+    waiting: Callable[[StreamtapError], None] = field(default=lambda _error: None, repr=False)
     never: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __call__(
@@ -57,6 +61,7 @@ class Insistence:
             except _PASSES as error:
                 if isinstance(error, AccessDenied) or not (error.retryable or even_in_doubt):
                     raise
+                self.waiting(error)
                 if over.wait(min(self.first_seconds * 2.0**tried, _LARGEST_PAUSE_SECONDS)):
                     raise
         return ask()

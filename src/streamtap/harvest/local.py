@@ -125,6 +125,7 @@ def harvest_prompts(
     if model_dtype != "auto":
         loading["dtype"] = model_dtype
     run = _Run(prompts, cutting, ask, open_place(out), run_id, on_progress, should_stop)
+    run.place.check()
     if cluster is not None:
         if engine is not None:
             raise InvalidInput("machines of a cluster load the model themselves; name it instead of giving an engine.")

@@ -39,6 +39,14 @@ class FolderPlace:
         """The folder's whole path."""
         return str(self.folder)
 
+    def check(self) -> None:
+        """See ``WritablePlace.check``; the folder, or the one that it would be made in."""
+        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        if not there.is_dir():
+            raise self._not_here(f"{there} is a file")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise self._not_here(f"{there} takes no files of this user")
+
     def path(self, name: str) -> Path:
         """Where a file lies, or would."""
         return self.folder / checked_name(name)
@@ -101,6 +109,9 @@ class FolderPlace:
                 part.replace(place)
             _sync(self.folder)
 
+    def _not_here(self, why: str | None) -> InvalidInput:
+        return InvalidInput(f"{self.folder} cannot be written to ({why}); name a folder of yours.")
+
     @contextmanager
     def _said(self, name: str) -> Iterator[None]:
         """Tell a full disk, and a folder that cannot be, from all else that can go wrong."""
@@ -113,9 +124,7 @@ class FolderPlace:
                     "command again."
                 ) from error
             if error.errno in _NO_FOLDER:
-                raise InvalidInput(
-                    f"{self.folder} cannot be written to ({error.strerror}); name a folder of yours."
-                ) from error
+                raise self._not_here(error.strerror) from error
             raise
 
 

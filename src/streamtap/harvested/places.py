@@ -61,6 +61,15 @@ class WritablePlace(Place, Protocol):
         """The files that are there."""
         ...
 
+    def check(self) -> None:
+        """Look, before much work is done for it, whether the place takes files; none is made.
+
+        Raises:
+            InvalidInput: it takes none.
+            TransferFailed: the store cannot be reached.
+        """
+        ...
+
     def put(self, name: str, data: bytes) -> None:
         """Write a small file, in place of any of that name.
 

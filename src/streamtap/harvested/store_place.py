@@ -64,6 +64,10 @@ class StorePlace:
         except FileNotFoundError:
             raise self._no_bucket() from None
 
+    def check(self) -> None:
+        """See ``WritablePlace.check``; that the bucket is there and its listing can be read."""
+        self.names()
+
     def put(self, name: str, data: bytes) -> None:
         """See ``WritablePlace.put``."""
         self._sent(lambda: self.store.put(checked_name(name), data))

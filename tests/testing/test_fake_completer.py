@@ -271,7 +271,7 @@ def test_requests_take_their_time_side_by_side() -> None:
     for _ in range(20):
         assert isinstance(events.get(timeout=10), Finished)
 
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 0.3 <= time.monotonic() - began < 5, "one after the other would take six"
     assert engine.steps == 20 * 6
 
 

@@ -112,7 +112,7 @@ def test_it_ends_when_idle_for_long_enough(shop: Any) -> None:
     began = time.monotonic()
 
     assert shop.working().run() == 0
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_a_job_that_is_cancelled_stops_within_seconds(shop: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_job_that_is_cancelled_stops_within_seconds(shop: Any) -> None:
     shop.harvests.cancel(shop.key, job.id)
     thread.join(10)
     assert not thread.is_alive()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 6, "all of it would take ten"
     over = shop.now(job)
     assert over.state == "cancelled"
     assert 2 <= over.shards_done < 50

@@ -15,7 +15,7 @@ from streamtap.server.config import Timing
 from streamtap.server.stopping import Stopping
 from streamtap.server.surface.reply import Reply
 
-#: When a client may ask again, in seconds: after the deadline, and while an engine starts, of which many take few.
+#: When a client may ask again, in seconds: after the deadline, and while an engine starts, which may take only a few.
 _RETRY_SECONDS, _START_RETRY_SECONDS = 30, 5
 #: How often a binary answer, which cannot be kept alive, is looked at while it waits, in seconds.
 _LOOK_SECONDS = 1.0

@@ -106,13 +106,16 @@ class Service:
 
     def engines(self) -> list[int]:
         """Process ids of the fake engines under this gateway, without the keepers that hold them."""
+        return [pid for pid, args in self.processes() if FAKE_WORKER in args and "keeper" not in args]
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Id and command of every process under this gateway."""
         table = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
         rows = [line.split(None, 2) for line in table.stdout.splitlines()]
         ours = {self.process.pid}
         for _ in range(3):
             ours |= {int(row[0]) for row in rows if int(row[1]) in ours}
-        found = [(int(row[0]), row[2]) for row in rows if len(row) == 3 and int(row[0]) in ours]
-        return [pid for pid, args in found if FAKE_WORKER in args and "keeper" not in args]
+        return [(int(row[0]), row[2]) for row in rows if len(row) == 3 and int(row[0]) in ours]
 
     def stop(self) -> int:
         """The exit status after a polite end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,12 +105,7 @@ def captured(checkpoint: Path, prompts: Sequence[str]) -> list[dict[int, NDArray
 
 def workers_of(service: Any) -> list[int]:
     """Process ids of the workers that are the gateway's, without the keepers that hold them."""
-    table = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-    rows = [line.split(None, 2) for line in table.stdout.splitlines()]
-    ours = {service.process.pid}
-    for _ in range(3):
-        ours |= {int(row[0]) for row in rows if int(row[1]) in ours}
-    found = [(int(row[0]), row[2]) for row in rows if len(row) == 3 and int(row[0]) in ours]
+    found = service.processes()
     return [pid for pid, args in found if "streamtap.server.harvests.worker" in args and "keeper" not in args]
 
 

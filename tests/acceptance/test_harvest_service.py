@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import random
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -315,12 +314,7 @@ def test_a_small_job_takes_seconds_once_the_engine_is_warm(service: Any) -> None
 
 def workers_under(service: Any) -> list[int]:
     """Process ids of the workers of a gateway, and of the keepers that hold them."""
-    shown = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-    rows = [line.split(None, 2) for line in shown.stdout.splitlines()]
-    ours = {service.process.pid}
-    for _ in range(3):
-        ours |= {int(row[0]) for row in rows if int(row[1]) in ours}
-    return [int(row[0]) for row in rows if len(row) == 3 and int(row[0]) in ours and "harvests.worker" in row[2]]
+    return [pid for pid, args in service.processes() if "harvests.worker" in args]
 
 
 def test_refused_jobs_reach_no_worker(start_service: Any, table: dict[str, Any], fake: Any) -> None:
